@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup test test-slow test-gpu check format clean
+
+setup: .venv/installed  ## make .venv and install what the checks and tests need
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+test: setup  ## every test but the slow and the GPU ones
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: setup  ## the full matrices: half an hour on two cores
+	$(BIN)/pytest -m slow
+
+test-gpu:  ## on a machine with CUDA, in an environment of your own
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+check: setup  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

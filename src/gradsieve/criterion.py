@@ -1,0 +1,206 @@
+"""What a rank takes out of its territory: the second axis of a method.
+
+Like a region, a criterion is a frozen rule with a state apart. A step calls `scan` on each stretch of the vector as
+soon as it is complete, while backward still runs, and `pick` once all of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradsieve import control, kernels
+from gradsieve.collectives import Collectives
+from gradsieve.region import NoState
+from gradsieve.score import Magnitude, collect, joined
+from gradsieve.types import ALL, Candidates, Proposal, Reduced, Setup, Span, Step, View
+
+
+class Criterion:
+    """A rule for what to take."""
+
+    needs_weights = False
+
+    def start(self, setup: Setup) -> Any:
+        return NoState()
+
+    def scan(self, state: Any, view: View, spans: Sequence[Span]) -> Any:
+        """Look at parts of the territory that are complete; None if nothing can be done before all of it is."""
+        return None
+
+    async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
+        """This rank's proposal, out of its territory. `view.found` holds what `scan` returned for all of it."""
+        raise NotImplementedError
+
+    def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
+        """The state after a step."""
+        return state
+
+
+@dataclass(frozen=True)
+class Everything(Criterion):
+    """The whole vector."""
+
+    async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
+        return Proposal(ALL, (view.step.numel,) * view.step.world)
+
+
+@dataclass(frozen=True)
+class SharedRandom(Criterion):
+    """Random entries, the same on every rank."""
+
+    async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
+        step = view.step
+        draw = np.random.default_rng((step.seed, step.index))
+        drawn = np.sort(draw.choice(step.numel, step.target, replace=False, shuffle=False))
+        indices = torch.from_numpy(drawn).to(view.acc.device)
+        return Proposal(indices, (step.target,) * step.world)
+
+
+@dataclass(frozen=True)
+class Largest(Criterion):
+    """The quota of each span, largest magnitudes first."""
+
+    async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
+        score = Magnitude()
+        spans = view.territory.spans if view.step.proposes else ()
+        picked = [
+            kernels.largest(score(view, start, stop), quota) + start for start, stop, quota in spans if stop > start
+        ]
+        empty = torch.empty(0, dtype=torch.int64, device=view.acc.device)
+        return Proposal(torch.cat([empty, *picked]), view.territory.quotas)
+
+
+class Rule:
+    """Where a threshold comes from that is not agreed on within the step."""
+
+    def start(self, setup: Setup) -> Any:
+        return NoState()
+
+    def early(self, state: Any, step: Step) -> float | None:
+        """The threshold, if it is known before the gradient is."""
+        return None
+
+    def late(self, state: Any, step: Step, scores: Tensor) -> float:
+        """The threshold from this rank's scores; asked only if `early` has none."""
+        raise NotImplementedError
+
+    def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
+        return state
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """One value for ever; by default the one that the target suggests."""
+
+    value: float | None = None
+
+    def early(self, state: Any, step: Step) -> float:
+        return control.initial_threshold(step.target) if self.value is None else self.value
+
+
+class Stepping(NamedTuple):
+    threshold: float
+    """0 before the first step."""
+
+
+@dataclass(frozen=True)
+class Stepped(Rule):
+    """A small step up or down from the last threshold, by the last support (MiCRO's law)."""
+
+    def start(self, setup: Setup) -> Stepping:
+        return Stepping(0.0)
+
+    def early(self, state: Stepping, step: Step) -> float:
+        return state.threshold or control.initial_threshold(step.target)
+
+    def observe(self, state: Stepping, step: Step, reduced: Reduced) -> Stepping:
+        support = support_size(reduced, step)
+        return Stepping(control.stepped_threshold(self.early(state, step), support, step.target))
+
+
+class Stages(NamedTuple):
+    stages: int
+    proposed: float
+    """Entries proposed per rank since the number of stages was last looked at, over the target."""
+
+
+@dataclass(frozen=True)
+class ExponentialFit(Rule):
+    """A threshold from a distribution fitted to this rank's scores, in stages that adapt (SIDCo)."""
+
+    def start(self, setup: Setup) -> Stages:
+        return Stages(1, 0.0)
+
+    def late(self, state: Stages, step: Step, scores: Tensor) -> float:
+        return kernels.exponential_threshold(scores, step.target, state.stages)
+
+    def observe(self, state: Stages, step: Step, reduced: Reduced) -> Stages:
+        proposed = state.proposed + sum(reduced.counts) / step.world / step.target
+        if (step.index + 1) % control.STAGE_PERIOD:
+            return Stages(state.stages, proposed)
+        density = step.target / step.numel
+        return Stages(control.next_stages(state.stages, proposed / control.STAGE_PERIOD, density), 0.0)
+
+
+@dataclass(frozen=True)
+class Sampled(Rule):
+    """A threshold from an evenly spaced sample of this rank's scores (DGC)."""
+
+    fraction: float = 0.01
+
+    def late(self, state: Any, step: Step, scores: Tensor) -> float:
+        return kernels.sampled_threshold(scores, step.target, self.fraction, offset=step.seed + step.index)
+
+
+def support_size(reduced: Reduced, step: Step) -> int:
+    return len(reduced.indices) if isinstance(reduced.indices, Tensor) else step.numel
+
+
+@dataclass(frozen=True)
+class Above(Criterion):
+    """Every entry whose magnitude reaches a threshold that the rank knows by itself."""
+
+    rule: Rule
+    at_least_one: bool = False
+    """A rank that finds nothing proposes one entry, a different one each step."""
+    at_most_target: bool = False
+    """A rank that finds more than the target keeps the largest."""
+
+    def start(self, setup: Setup) -> Any:
+        return self.rule.start(setup)
+
+    def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
+        return self.rule.observe(state, step, reduced)
+
+    def scan(self, state: Any, view: View, spans: Sequence[Span]) -> Candidates | None:
+        threshold = self._early(state, view.step)
+        return None if threshold is None else collect(Magnitude(), view, spans, threshold)
+
+    async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
+        threshold = self._early(state, view.step)
+        found = view.found
+        if threshold is None:
+            scores = torch.cat([Magnitude()(view, start, stop) for start, stop, _ in view.territory.spans])
+            threshold = self.rule.late(state, view.step, scores)
+            found = (collect(Magnitude(), view, view.territory.spans, threshold),)
+        candidates = joined(found, view.acc.device)
+        return Proposal(self._bounded(candidates, view), None, (threshold,))
+
+    def _early(self, state: Any, step: Step) -> float | None:
+        # whoever asks for everything gets everything, whatever the rule
+        return 0.0 if step.target >= step.numel else self.rule.early(state, step)
+
+    def _bounded(self, candidates: Candidates, view: View) -> Tensor:
+        step, indices = view.step, candidates.indices
+        if self.at_most_target and len(indices) > step.target:
+            return indices[kernels.largest(candidates.scores, step.target)]
+        start, stop, _ = view.territory.spans[0]
+        if self.at_least_one and len(indices) == 0 and stop > start:
+            return indices.new_tensor([start + step.index % (stop - start)])
+        return indices

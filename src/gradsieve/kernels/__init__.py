@@ -1,0 +1,23 @@
+"""The passes over vectors that a step is made of."""
+
+from gradsieve.kernels.reference import (
+    at_least,
+    count_at_least,
+    exponential_threshold,
+    largest,
+    merged,
+    sampled_threshold,
+    thinned,
+    uniform,
+)
+
+__all__ = [
+    "at_least",
+    "count_at_least",
+    "exponential_threshold",
+    "largest",
+    "merged",
+    "sampled_threshold",
+    "thinned",
+    "uniform",
+]

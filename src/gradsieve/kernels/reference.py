@@ -1,0 +1,97 @@
+"""The kernels in plain torch: the specification that any faster twin is held to.
+
+Indices are int64 and ascending wherever a kernel returns them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradsieve.control import STAGE_RATIO
+
+
+def at_least(scores: Tensor, threshold: float) -> Tensor:
+    """Positions whose score reaches the threshold."""
+    mask = scores >= threshold
+    if mask.device.type == "cpu":
+        # numpy's scan of a mask is four times as fast as torch.nonzero
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().flatten()
+
+
+def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
+    """Number of scores that reach each of the ascending `rungs`."""
+    num_reached = torch.bucketize(scores, rungs, right=True, out_int32=True)
+    by_number = torch.bincount(num_reached, minlength=len(rungs) + 1)
+    return by_number.flip(0).cumsum(0).flip(0)[1:]
+
+
+def largest(scores: Tensor, k: int) -> Tensor:
+    """Positions of the `k` largest scores."""
+    if k >= len(scores):
+        return torch.arange(len(scores), device=scores.device)
+    positions: Tensor = torch.topk(scores, k, sorted=False).indices.sort().values
+    return positions
+
+
+def merged(indices: Tensor) -> Tensor:
+    """The distinct ones of `indices`."""
+    distinct: Tensor = torch.unique(indices)
+    return distinct
+
+
+def thinned(indices: Tensor, limit: int) -> Tensor:
+    """At most `limit` of the indices, evenly spread over them so that no layer is cut off."""
+    if len(indices) <= limit:
+        return indices
+    return indices[torch.arange(limit, device=indices.device) * len(indices) // limit]
+
+
+def uniform(start: int, stop: int, key: int, device: torch.device) -> Tensor:
+    """A random number in (0, 1) for each position, a function of position and key alone.
+
+    A hash and not a generator, so that any part of the vector can be drawn, in any order, on any device.
+    """
+    mask = 0xFFFF_FFFF
+    position = torch.arange(start, stop, device=device)
+    x = ((position & mask) ^ ((position >> 32) * 0x9E3779B1 & mask) ^ (key & mask)) & mask
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & mask
+    x = x ^ (x >> 16)
+    # 24 bits, so that the number is exact in float32 and never 0 or 1
+    return ((x >> 8).float() + 0.5) / (1 << 24)
+
+
+def exponential_threshold(scores: Tensor, target: int, stages: int) -> float:
+    """SIDCo's threshold: an exponential fitted to the scores, each later stage to what exceeds the last."""
+    low = 0.0
+    for _ in range(stages - 1):
+        threshold = _exponential_quantile(scores, low, STAGE_RATIO)
+        exceeding = scores[scores >= threshold]
+        if len(exceeding) <= target:
+            break
+        scores, low = exceeding, float(exceeding.min())
+    return _exponential_quantile(scores, low, target / max(len(scores), 1))
+
+
+def _exponential_quantile(scores: Tensor, low: float, ratio: float) -> float:
+    if ratio >= 1:
+        return low
+    return low + (float(scores.mean()) - low) * -math.log(ratio)
+
+
+def sampled_threshold(scores: Tensor, target: int, fraction: float, offset: int) -> float:
+    """DGC's threshold: the one that keeps the asked share of an evenly spaced sample.
+
+    The sample grows beyond `fraction` until about ten of its entries pass; fewer would only be noise.
+    """
+    if target >= len(scores):
+        return 0.0
+    stride = max(1, min(round(1 / fraction), target // 10))
+    sample = scores[offset % stride :: stride]
+    keep = min(len(sample), max(1, round(target * len(sample) / len(scores))))
+    return float(torch.topk(sample, keep, sorted=False).values.min())

@@ -1,0 +1,133 @@
+"""Where each parameter lies in the flat vectors, whatever buckets DDP makes.
+
+State is keyed by parameter and laid out in the order of the model's parameters: DDP rebuilds its buckets after the
+first iterations, and nothing here notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gradsieve.types import Reduced, Span
+
+Exclude: TypeAlias = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
+
+
+def fewer_than_two_dimensions(name: str, parameter: nn.Parameter) -> bool:  # noqa: ARG001 - an `exclude` predicate
+    """Biases and normalisation: a thousandth of a model, and the part that suffers most from waiting."""
+    return parameter.dim() < 2
+
+
+def excluded_names(named: Sequence[tuple[str, nn.Parameter]], exclude: Exclude) -> set[str]:
+    """The names of the parameters that go dense. A pattern that matches none is refused."""
+    if callable(exclude):
+        return {name for name, parameter in named if exclude(name, parameter)}
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    matched: set[str] = set()
+    for pattern in patterns:
+        names = {name for name, _ in named if fnmatchcase(name, pattern)}
+        if not names:
+            known = ", ".join(name for name, _ in named[:8])
+            raise ValueError(f"exclude: no parameter matches {pattern!r}; the model's are named like {known}")
+        matched |= names
+    return matched
+
+
+class Slot(NamedTuple):
+    """A parameter's place in the flat vector of its kind."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    sparse: bool
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.stop)
+
+
+class Layout:
+    """The slots of all parameters: sparsified ones in one flat vector, excluded ones in another."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], excluded: set[str]) -> None:
+        self.sparse = _placed(((name, p) for name, p in named if name not in excluded), sparse=True)
+        self.dense = _placed(((name, p) for name, p in named if name in excluded), sparse=False)
+        self.numel = self.sparse[-1].stop if self.sparse else 0
+        self.dense_numel = self.dense[-1].stop if self.dense else 0
+        self.bounds = (0, *(slot.stop for slot in self.sparse))
+        self._slots = {slot.parameter: slot for slot in (*self.sparse, *self.dense)}
+
+    def slot(self, parameter: Tensor) -> Slot:
+        assert isinstance(parameter, nn.Parameter)
+        return self._slots[parameter]
+
+    def flat_parameters(self) -> Tensor:
+        """The sparsified parameters, in a new flat vector."""
+        return torch.cat([flattened(slot.parameter.detach()) for slot in self.sparse])
+
+    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """A copy of a flat vector of the sparsified kind, cut into the parameters' shapes."""
+        return {slot.name: shaped(vector[slot.start : slot.stop], slot.parameter).clone() for slot in self.sparse}
+
+    def fill(self, vector: Tensor, named: dict[str, Tensor]) -> None:
+        """The inverse of `by_name`."""
+        for slot in self.sparse:
+            shaped(vector[slot.start : slot.stop], slot.parameter).copy_(named[slot.name])
+
+
+def _placed(named: Iterable[tuple[str, nn.Parameter]], *, sparse: bool) -> list[Slot]:
+    slots: list[Slot] = []
+    for name, parameter in named:
+        start = slots[-1].stop if slots else 0
+        slots.append(Slot(name, parameter, start, start + parameter.numel(), sparse))
+    return slots
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """A flat view in the order of memory, which channels-last tensors share with their gradients in DDP's buckets."""
+    if _is_compact(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `flattened`."""
+    if _is_compact(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)
+
+
+def _is_compact(tensor: Tensor) -> bool:
+    """Do the elements fill their stretch of memory, each once?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def write_back(reduced: Reduced, gradients: Iterable[tuple[Slot, Tensor]], layout: Layout) -> None:
+    """Write the means into the flat gradients of DDP's buckets."""
+    support = reduced.indices
+    borders: list[int] = []
+    if isinstance(support, Tensor):
+        # one synchronisation on CUDA: how many entries of the support each parameter has
+        borders = torch.searchsorted(support, support.new_tensor(layout.bounds)).tolist()
+    places = {slot.parameter: place for place, slot in enumerate(layout.sparse)}
+    for slot, gradient in gradients:
+        if not slot.sparse:
+            gradient.copy_(reduced.dense[slot.start : slot.stop])
+        elif isinstance(support, slice):
+            gradient.copy_(reduced.mean[slot.start : slot.stop])
+        else:
+            first, last = borders[places[slot.parameter]], borders[places[slot.parameter] + 1]
+            gradient.zero_()
+            gradient[support[first:last] - slot.start] = reduced.mean[first:last].to(gradient.dtype)

@@ -1,0 +1,356 @@
+"""The methods: one expression each.
+
+A method is a choice on four axes (where a rank looks, what it takes, whose indices count, how values travel), with a
+budget and a way for gradients to enter the residual. It is frozen and holds no state: one may serve many models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, ParamSpec
+
+from gradsieve.criterion import (
+    Above,
+    Criterion,
+    Everything,
+    ExponentialFit,
+    Fixed,
+    Largest,
+    Sampled,
+    SharedRandom,
+    Stepped,
+)
+from gradsieve.exchange import Agreed, Disjoint, Exchange, Union
+from gradsieve.proposers import Everyone, Proposers, RandomRanks, RotatingLeader
+from gradsieve.region import BalancedBlocks, LayerBins, Region, RotatingSlices, SteppingBlocks, Whole
+from gradsieve.residual import Feedback
+from gradsieve.score import Importance
+from gradsieve.search import Searched
+
+P = ParamSpec("P")
+Control = Literal["adaptive", "paper"]
+
+DEFAULT_DENSITY = 0.01
+DEFAULT_CEILING = 2.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many entries a step may send."""
+
+    density: float
+    warmup_steps: int = 0
+    """Steps over which the density falls exponentially from `warmup_density` to `density`."""
+    warmup_density: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_fraction("density", self.density)
+        check_whole("warmup_steps", self.warmup_steps, at_least=0)
+
+    def target(self, step: int, numel: int) -> int:
+        """Entries of this step, over all ranks: at least one, for a budget of nothing would train nothing."""
+        return min(numel, max(1, int(self._density(step) * numel)))
+
+    def _density(self, step: int) -> float:
+        if step >= self.warmup_steps or self.density >= self.warmup_density:
+            return self.density
+        return self.warmup_density * float((self.density / self.warmup_density) ** (step / self.warmup_steps))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A sparsification method. Made by the constructors of this module, or by `method(name, **options)`."""
+
+    budget: Budget
+    region: Region
+    criterion: Criterion
+    exchange: Exchange
+    proposers: Proposers = Everyone()
+    feedback: Feedback = Feedback()
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def density(self) -> float:
+        """The density asked for."""
+        return self.budget.density
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+
+_registered: dict[str, Callable[..., Method]] = {}
+METHODS: Mapping[str, Callable[..., Method]] = MappingProxyType(_registered)
+"""Every method's constructor, by name."""
+
+
+def method(name: str, **options: Any) -> Method:
+    """Make a method by name: `method("micro", density=0.001)` is `micro(density=0.001)`."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; {_nearest(name, METHODS)}")
+    return METHODS[name](**options)
+
+
+def _nearest(word: str, valid: Iterable[str]) -> str:
+    names = list(valid)
+    if not names:
+        return "there are none to give"
+    near = difflib.get_close_matches(str(word), names, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
+    return f"{hint}valid are: {', '.join(names)}"
+
+
+def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:
+    """Register a constructor, give its methods their name and options, and name valid options in errors."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def constructor(*args: P.args, **options: P.kwargs) -> Method:
+        if args:
+            raise TypeError(f"{make.__name__}() takes its options by name, as in {make.__name__}(density=0.01)")
+        for option in options:
+            if option not in signature.parameters:
+                raise TypeError(f"{make.__name__}() has no option {option!r}; {_nearest(option, signature.parameters)}")
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        return replace(make(*args, **options), name=make.__name__, options=MappingProxyType(bound.arguments))
+
+    _registered[make.__name__] = constructor
+    return constructor
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse what is not a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number in (0, 1], not {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], not {value!r}: 0.01 keeps one entry in a hundred, 1 keeps all")
+
+
+def check_whole(name: str, value: int, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
+
+
+def check_number(name: str, value: float, at_least: float, below: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not at_least <= value < below:
+        limits = f"at least {at_least}" + (f" and below {below}" if below < math.inf else " and finite")
+        raise ValueError(f"{name} must be {limits}, not {value!r}")
+
+
+def check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, not {value!r}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+@_constructor
+def dense() -> Method:
+    """All-reduce of everything: the zero line of each table."""
+    return Method(budget=Budget(1.0), region=Whole(), criterion=Everything(), exchange=Agreed())
+
+
+@_constructor
+def topk(*, density: float = DEFAULT_DENSITY) -> Method:
+    """Every rank sends its largest entries; the support is the union, up to `world` times the target."""
+    return Method(budget=Budget(density), region=Whole(), criterion=Largest(), exchange=Union())
+
+
+@_constructor
+def randomk(*, density: float = DEFAULT_DENSITY) -> Method:
+    """Random entries, the same on every rank: no index travels."""
+    return Method(budget=Budget(density), region=Whole(), criterion=SharedRandom(), exchange=Agreed())
+
+
+@_constructor
+def cltk(*, density: float = DEFAULT_DENSITY) -> Method:
+    """CLT-k of ScaleCom (NeurIPS 2020): a leader, in turn, sends its largest entries, the others follow.
+
+    Differences from the paper: no low-pass filter on the residual.
+    """
+    return Method(
+        budget=Budget(density),
+        region=Whole(),
+        criterion=Largest(),
+        proposers=RotatingLeader(),
+        exchange=Union(),
+    )
+
+
+@_constructor
+def hard_threshold(*, density: float = DEFAULT_DENSITY, threshold: float | None = None) -> Method:
+    """Entries above a threshold that never moves; by default `1 / (2 * sqrt(target))`."""
+    if threshold is not None:
+        check_number("threshold", threshold, at_least=0)
+    return Method(budget=Budget(density), region=Whole(), criterion=Above(Fixed(threshold)), exchange=Union())
+
+
+@_constructor
+def sidco(*, density: float = DEFAULT_DENSITY) -> Method:
+    """SIDCo (MLSys 2021): each rank's threshold from an exponential fitted in stages.
+
+    Differences from the paper: the number of stages adapts to the mean count over ranks, so it is the same on all.
+    """
+    return Method(budget=Budget(density), region=Whole(), criterion=Above(ExponentialFit()), exchange=Union())
+
+
+@_constructor
+def deft(*, density: float = DEFAULT_DENSITY) -> Method:
+    """DEFT (ICPP 2023): layers share the target by their norms and the ranks by the cost of sorting.
+
+    Differences from the paper: the ranks add up their norms, so that all make the same plan, and bins rotate.
+    """
+    return Method(
+        budget=Budget(density),
+        region=LayerBins(),
+        criterion=Largest(),
+        exchange=Disjoint(in_rotation=False),
+    )
+
+
+@_constructor
+def dgc(
+    *,
+    density: float = DEFAULT_DENSITY,
+    momentum: float = 0.9,
+    warmup_steps: int = 0,
+    sample: float = 0.01,
+    clip: float | None = None,
+) -> Method:
+    """Deep Gradient Compression (ICLR 2018): momentum correction, sampled threshold, density warm-up.
+
+    The momentum lives in here: give the optimizer none. The paper warms up over five epochs, which is
+    `warmup_steps=5 * len(loader)`, from a density of 0.25. `clip` bounds the gradient's norm before it is taken in.
+
+    Differences from the paper: one threshold for the model, not one per layer. Parameters of one dimension go dense
+    by the default `exclude` of `sparsify`.
+    """
+    check_number("momentum", momentum, at_least=0, below=1)
+    check_fraction("sample", sample)
+    if clip is not None:
+        check_number("clip", clip, at_least=0)
+    return Method(
+        budget=Budget(density, warmup_steps),
+        region=Whole(),
+        criterion=Above(Sampled(sample), at_most_target=True),
+        exchange=Union(),
+        feedback=Feedback(momentum, clip),
+    )
+
+
+@_constructor
+def micro(*, density: float = DEFAULT_DENSITY, control: Control = "adaptive", ceiling: float | None = None) -> Method:
+    """MiCRO (HiPC 2023): exclusive slices in rotation, one threshold for all.
+
+    Differences from the paper: with `control="adaptive"` the ranks agree on the threshold within the step, so that
+    the target is met from the first one on; `control="paper"` steps it as the published code does.
+    """
+    return Method(
+        budget=Budget(density),
+        region=RotatingSlices(),
+        criterion=_steered(control, ceiling),
+        exchange=Disjoint(),
+    )
+
+
+@_constructor
+def exdyna(
+    *,
+    density: float = DEFAULT_DENSITY,
+    control: Control = "adaptive",
+    blocks: Control | None = None,
+    ceiling: float | None = None,
+) -> Method:
+    """ExDyna (CCGrid 2024): MiCRO with partitions that rebalance. `blocks` follows `control` unless given.
+
+    Differences from the paper: `control="adaptive"` as in `micro`; with `blocks="adaptive"` the borders split the
+    load that was seen into equal parts, in place of moving one block a step.
+    """
+    blocks = control if blocks is None else blocks
+    check_choice("blocks", blocks, ("adaptive", "paper"))
+    return Method(
+        budget=Budget(density),
+        region=BalancedBlocks() if blocks == "adaptive" else SteppingBlocks(),
+        criterion=_steered(control, ceiling),
+        exchange=Disjoint(),
+    )
+
+
+def _steered(control: Control, ceiling: float | None) -> Criterion:
+    """Threshold selection in exclusive partitions, by our law or by MiCRO's."""
+    check_choice("control", control, ("adaptive", "paper"))
+    if control == "adaptive":
+        return Searched(ceiling=_ceiling(ceiling))
+    if ceiling is not None:
+        raise ValueError("ceiling has no meaning with control='paper', which bounds nothing: leave it out")
+    return Above(Stepped(), at_least_one=True)
+
+
+def _ceiling(ceiling: float | None) -> float:
+    if ceiling is None:
+        return DEFAULT_CEILING
+    check_number("ceiling", ceiling, at_least=1)
+    return ceiling
+
+
+@_constructor
+def iwp(
+    *,
+    density: float = DEFAULT_DENSITY,
+    num_broadcasters: int = 1,
+    eps: float = 0.1,
+    per_layer: bool = False,
+    momentum: float = 0.0,
+    stochastic: bool = False,
+    ceiling: float | None = None,
+) -> Method:
+    """Importance-weighted pruning (arXiv 1901.01544): entries large beside their parameters, picked by random ranks.
+
+    `eps` is relative to the RMS of the parameter's tensor. With `momentum` the residual takes in a velocity, as in
+    `dgc`. With `stochastic` an entry below the threshold passes with probability importance / threshold.
+
+    Differences from the paper, whose text leaves the details open: the threshold is agreed on within the step, so
+    that the density is the asked one, over the model or, with `per_layer`, in each tensor.
+    """
+    check_whole("num_broadcasters", num_broadcasters, at_least=1)
+    check_number("eps", eps, at_least=0)
+    check_number("momentum", momentum, at_least=0, below=1)
+    check_flag("per_layer", per_layer)
+    check_flag("stochastic", stochastic)
+    return Method(
+        budget=Budget(density),
+        region=Whole(),
+        criterion=Searched(Importance(eps, stochastic), _ceiling(ceiling), overlapping=True, per_layer=per_layer),
+        proposers=RandomRanks(num_broadcasters),
+        exchange=Union(_ceiling(ceiling)),
+        feedback=Feedback(momentum),
+    )
+
+
+@_constructor
+def union(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None) -> Method:
+    """Our own: every rank proposes over the whole vector, by a threshold that gives the union the target's size.
+
+    No build-up, by control in place of exclusive partitions: no entry waits for its owner's turn, and no single
+    rank's noise decides alone.
+    """
+    return Method(
+        budget=Budget(density),
+        region=Whole(),
+        criterion=Searched(ceiling=_ceiling(ceiling), overlapping=True),
+        exchange=Union(_ceiling(ceiling)),
+    )

@@ -1,0 +1,265 @@
+"""Where a rank may look: the first axis of a method.
+
+A region is a frozen rule; what it learns from step to step is a state of its own, built by `start` and replaced by
+`observe`, from numbers that all ranks share.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsieve.collectives import Collectives
+from gradsieve.types import Reduced, Setup, Span, Step, Territory, View
+
+T = TypeVar("T")
+
+
+class NoState(NamedTuple):
+    """The state of a part that learns nothing."""
+
+
+class Region:
+    """A rule for where each rank looks."""
+
+    def start(self, setup: Setup) -> Any:
+        return NoState()
+
+    def known(self, state: Any, step: Step) -> Territory | None:
+        """The territory, if it is known before the gradient is."""
+        return None
+
+    async def settle(self, state: Any, view: View, collectives: Collectives) -> Territory:
+        """The territory, once the whole vector is there."""
+        known = self.known(state, view.step)
+        assert known is not None, "a region that does not know its territory early must settle it"
+        return known
+
+    def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
+        """The state after a step."""
+        return state
+
+
+@dataclass(frozen=True)
+class Whole(Region):
+    """Every proposer looks at the whole vector."""
+
+    def known(self, state: Any, step: Step) -> Territory:
+        quotas = tuple(step.target if rank in step.proposers else 0 for rank in range(step.world))
+        return Territory((Span(0, step.numel, step.target),), quotas)
+
+
+def rotated(parts: Sequence[T], step: Step) -> list[T]:
+    """Parts by the rank that owns them: at each step `rank` owns part `(step + rank) % world`."""
+    return [parts[(step.index + rank) % step.world] for rank in range(step.world)]
+
+
+def exclusive(borders: Sequence[int], step: Step) -> Territory:
+    """The partitions between `borders`, each with its even share of the target, owned in rotation."""
+    worth = [step.target * border // max(step.numel, 1) for border in borders]
+    parts = [Span(borders[p], borders[p + 1], worth[p + 1] - worth[p]) for p in range(step.world)]
+    owned = rotated(parts, step)
+    return Territory((owned[step.rank],), tuple(span.quota for span in owned))
+
+
+def even_borders(numel: int, world: int) -> list[int]:
+    """`world` slices, the first `numel % world` one element longer."""
+    size, longer = divmod(numel, world)
+    return [rank * size + min(rank, longer) for rank in range(world + 1)]
+
+
+@dataclass(frozen=True)
+class RotatingSlices(Region):
+    """Exclusive, equal, contiguous slices."""
+
+    def known(self, state: Any, step: Step) -> Territory:
+        return exclusive(even_borders(step.numel, step.world), step)
+
+
+class Blocks(NamedTuple):
+    """How many blocks each partition holds."""
+
+    num_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SteppingBlocks(Region):
+    """Exclusive partitions of whole blocks; over each border one block a step moves to the lighter side.
+
+    ExDyna's rule, with its constants.
+    """
+
+    num_blocks: int = 1024
+    alignment: int = 32
+    overload: float = 1.05
+    underload: float = 0.95238
+    smallest_share: float = 0.25
+    """A partition keeps at least this share of an even one."""
+
+    def block_size(self, numel: int) -> int:
+        aligned = numel // self.num_blocks // self.alignment * self.alignment
+        return aligned or max(1, numel // self.num_blocks)
+
+    def start(self, setup: Setup) -> Blocks:
+        total = min(self.num_blocks, setup.numel // self.block_size(setup.numel))
+        size, more = divmod(total, setup.world)
+        return Blocks(tuple(size + (partition < more) for partition in range(setup.world)))
+
+    def known(self, state: Blocks, step: Step) -> Territory:
+        size = self.block_size(step.numel)
+        borders = [size * blocks for blocks in accumulate(state.num_blocks, initial=0)]
+        # what whole blocks leave over goes with the last partition
+        return exclusive([*borders[:-1], step.numel], step)
+
+    def observe(self, state: Blocks, step: Step, reduced: Reduced) -> Blocks:
+        world, total = step.world, sum(reduced.counts)
+        mean = total // world
+        if mean == 0:
+            return state
+        blocks = list(state.num_blocks)
+        counts = [reduced.counts[(partition - step.index) % world] for partition in range(world)]
+        carried = self.block_size(step.numel) * total // step.numel
+        fewest = self.smallest_share * self.num_blocks / world
+        for left in range(world - 1):
+            move = self._move(counts, left, mean)
+            if move is not None and blocks[move[0]] - 1 >= fewest:
+                giver, taker = move
+                blocks[giver], blocks[taker] = blocks[giver] - 1, blocks[taker] + 1
+                counts[giver], counts[taker] = counts[giver] - carried, counts[taker] + carried
+        return Blocks(tuple(blocks))
+
+    def _move(self, counts: Sequence[int], left: int, mean: int) -> tuple[int, int] | None:
+        """Which partition gives a block to which, over the border `left | left + 1`."""
+        for giver, taker in ((left, left + 1), (left + 1, left)):
+            if counts[giver] / mean > self.overload and counts[taker] / mean < self.underload:
+                return giver, taker
+        return None
+
+
+class Loads(NamedTuple):
+    """How many entries each block lately yielded, a running mean in fixed point; all zero at the start."""
+
+    loads: Tensor
+
+
+@dataclass(frozen=True)
+class BalancedBlocks(Region):
+    """Exclusive partitions of equal load: the borders split what the blocks lately yielded into equal parts.
+
+    Every rank learns the whole support in each step, so the load of a block costs no message. Borders may fall
+    inside a block. The arithmetic is on integers, because ranks must agree on every border.
+    """
+
+    num_blocks: int = 1024
+    memory: int = 8
+    """The running mean forgets over about this many steps."""
+    fixed_point: int = 1 << 16
+    uniform_share: int = 64
+    """One part in so many of the load is spread evenly, so that stretches without any are shared out too."""
+
+    def block_size(self, numel: int) -> int:
+        return max(1, -(-numel // self.num_blocks))
+
+    def start(self, setup: Setup) -> Loads:
+        return Loads(torch.zeros(self.num_blocks, dtype=torch.int64))
+
+    def known(self, state: Loads, step: Step) -> Territory:
+        return exclusive(self.borders(state, step.numel, step.world), step)
+
+    def borders(self, state: Loads, numel: int, world: int) -> list[int]:
+        edges = [min(block * self.block_size(numel), numel) for block in range(self.num_blocks + 1)]
+        learned: list[int] = state.loads.tolist()
+        uniform = 1 + sum(learned) // (self.uniform_share * max(numel, 1))
+        loads = [load + uniform * (edges[b + 1] - edges[b]) for b, load in enumerate(learned)]
+        below = list(accumulate(loads, initial=0))
+
+        def position(load: int) -> int:
+            """The place in the vector below which `load` lies."""
+            block = min(bisect_right(below, load) - 1, self.num_blocks - 1)
+            width = edges[block + 1] - edges[block]
+            return edges[block] + (load - below[block]) * width // max(loads[block], 1)
+
+        return [position(below[-1] * part // world) for part in range(world)] + [numel]
+
+    def observe(self, state: Loads, step: Step, reduced: Reduced) -> Loads:
+        if not isinstance(reduced.indices, Tensor):
+            return state
+        blocks = reduced.indices // self.block_size(step.numel)
+        yielded = torch.bincount(blocks, minlength=self.num_blocks).cpu() * self.fixed_point
+        if not state.loads.any():
+            return Loads(yielded)
+        return Loads(state.loads + (yielded - state.loads) // self.memory)
+
+
+@dataclass(frozen=True)
+class LayerBins(Region):
+    """Tensors, or pieces of large ones, packed into one bin per rank so that sorting costs each rank the same.
+
+    DEFT's rule. A piece is worth a part of the target in proportion to its norm, which the ranks add up so that
+    all of them make the same plan. Bins rotate, so that no entry depends for ever on one rank's accumulator.
+    """
+
+    async def settle(self, state: Any, view: View, collectives: Collectives) -> Territory:
+        step = view.step
+        pieces = layer_pieces(step.setup)
+        norms = [view.acc[start:stop].float().norm() for start, stop in pieces]
+        summed = await collectives.sum_numbers(torch.stack(norms)) if pieces else []
+        sizes = [stop - start for start, stop in pieces]
+        shares = norm_shares(sizes, summed, step.target)
+        spans = [Span(*piece, share) for piece, share in zip(pieces, shares, strict=True)]
+        bins = rotated(packed(spans, step.world), step)
+        return Territory(tuple(bins[step.rank]), tuple(sum(span.quota for span in spans) for spans in bins))
+
+
+def layer_pieces(setup: Setup) -> list[tuple[int, int]]:
+    """The tensors as ranges; one larger than an even slice is cut into `world` pieces. No empty ones."""
+    pieces = []
+    for start, stop in pairwise(setup.bounds):
+        size = stop - start
+        cuts = even_borders(size, setup.world) if size * setup.world > setup.numel else [0, size]
+        pieces += [(start + low, start + high) for low, high in pairwise(cuts) if high > low]
+    return pieces
+
+
+def norm_shares(sizes: Sequence[int], norms: Sequence[float], target: int) -> list[int]:
+    """Shares of the target in proportion to the norms, largest first; at least 1 each while the target lasts.
+
+    What a piece cannot take for its size goes to the smaller ones; what those cannot take, to whoever has room.
+    """
+    shares = [0] * len(sizes)
+    order = sorted(range(len(sizes)), key=lambda piece: (-norms[piece], piece))
+    room, norm_left = target, sum(norms)
+    for place, piece in enumerate(order):
+        waiting = len(order) - place - 1
+        fair = int(room * norms[piece] / norm_left) if norm_left > 0 else 0
+        shares[piece] = max(min(fair, sizes[piece], room - waiting), min(1, room))
+        room -= shares[piece]
+        norm_left -= norms[piece]
+    for piece in order:
+        more = min(room, sizes[piece] - shares[piece])
+        shares[piece] += more
+        room -= more
+    return shares
+
+
+def packed(spans: Sequence[Span], world: int) -> list[list[Span]]:
+    """Spans in `world` bins of about equal sorting cost: the costliest first, each into the lightest bin."""
+    bins: list[list[Span]] = [[] for _ in range(world)]
+    lightest = [(0.0, place) for place in range(world)]
+    for span in sorted(spans, key=lambda span: (-_sorting_cost(span), span.start)):
+        cost, place = heapq.heappop(lightest)
+        bins[place].append(span)
+        heapq.heappush(lightest, (cost + _sorting_cost(span), place))
+    return [sorted(spans) for spans in bins]
+
+
+def _sorting_cost(span: Span) -> float:
+    return (span.stop - span.start) * math.log2(max(span.quota, 2))

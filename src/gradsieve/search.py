@@ -1,0 +1,186 @@
+"""A threshold that the ranks find together, within the step, so that the target is met in every step.
+
+Each round every rank counts its entries at some forty thresholds, the counts are gathered in one small message, and
+all ranks narrow the search alike (`control.narrow`). Around the last threshold one round nearly always does; from
+nothing, at any scale, it takes three or four. The counts of the last round are the sizes of the proposals, so the
+message replaces the exchange of counts that a fixed threshold needs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsieve import control, kernels
+from gradsieve.collectives import Collectives
+from gradsieve.criterion import Criterion, support_size
+from gradsieve.score import Magnitude, Score, chunks, collect, joined
+from gradsieve.types import Candidates, Proposal, Reduced, Setup, Span, Step, View
+
+
+class SearchState(NamedTuple):
+    thresholds: tuple[float, ...]
+    """Of the last step, one per group; 0 where there was none yet."""
+    overlap: float
+    """Support over proposed entries in the last step: below 1 where several ranks proposed the same entry."""
+
+
+@dataclass(frozen=True)
+class Searched(Criterion):
+    """Every entry whose score reaches a threshold that lets the target through, over all ranks."""
+
+    score: Score = Magnitude()
+    ceiling: float = 2.0
+    """The support never exceeds this many times the target."""
+    overlapping: bool = False
+    """Ranks look at the same entries: steer the union of the proposals, not their sum."""
+    per_layer: bool = False
+    """A threshold for each tensor, in place of one for the model."""
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        return self.score.needs_weights
+
+    def start(self, setup: Setup) -> SearchState:
+        return SearchState((0.0,) * len(self._groups(setup)), 1.0)
+
+    def scan(self, state: SearchState, view: View, spans: Sequence[Span]) -> dict[int, Candidates]:
+        """Candidates by group, for the groups whose threshold is known from an earlier step."""
+        if not view.step.proposes:
+            return {}
+        return {
+            group: collect(self.score, view, _inside(whole, spans), control.lowest_rung(last))
+            for group, (whole, last) in enumerate(zip(self._groups(view.step.setup), state.thresholds, strict=True))
+            if last and _inside(whole, spans)
+        }
+
+    async def pick(self, state: SearchState, view: View, collectives: Collectives) -> Proposal:
+        spans = view.territory.spans if view.step.proposes else ()
+        searches = [
+            _Search(self.score, view, _inside(whole, spans), self._goal(state, whole, view.step), last)
+            for whole, last in zip(self._groups(view.step.setup), state.thresholds, strict=True)
+        ]
+        for group, search in enumerate(searches):
+            search.take([part[group] for part in view.found if group in part])
+        while unsettled := [search for search in searches if not search.settled]:
+            rows = await collectives.gather_numbers([count for search in unsettled for count in search.counts()])
+            for search, columns in zip(unsettled, _split(rows, [len(s.ladder) for s in unsettled]), strict=True):
+                search.judge(columns)
+        counts = tuple(sum(search.quotas[rank] for search in searches) for rank in range(view.step.world))
+        picked = torch.cat([search.picked() for search in searches])
+        return Proposal(picked, counts, tuple(search.threshold for search in searches))
+
+    def observe(self, state: SearchState, step: Step, reduced: Reduced) -> SearchState:
+        # a group that had no goal in this step keeps the threshold it had
+        thresholds = tuple(new or old for new, old in zip(reduced.thresholds, state.thresholds, strict=True))
+        proposed = sum(reduced.counts)
+        overlap = support_size(reduced, step) / proposed if self.overlapping and proposed else state.overlap
+        return SearchState(thresholds, overlap)
+
+    def _groups(self, setup: Setup) -> list[Span]:
+        return [Span(*pair) for pair in pairwise(setup.bounds)] if self.per_layer else [Span(0, setup.numel)]
+
+    def _goal(self, state: SearchState, group: Span, step: Step) -> _Goal:
+        size, num_lookers = group.stop - group.start, len(step.proposers) if self.overlapping else 1
+        target = step.target
+        if self.per_layer:
+            target = control.dithered_share(step.target / step.numel, group.start, group.stop, step.index)
+        if target >= size:
+            return _Goal(size * num_lookers, size * num_lookers, everything=True)
+        entries = min(round(target / state.overlap), size * num_lookers)
+        return _Goal(entries, int(self.ceiling * entries))
+
+
+class _Goal(NamedTuple):
+    """How many entries, over all ranks, shall pass and how many may."""
+
+    entries: int
+    limit: int
+    everything: bool = False
+
+
+class _Search:
+    """The search for the threshold of one group, as one rank takes part in it."""
+
+    def __init__(self, score: Score, view: View, spans: Sequence[Span], goal: _Goal, last: float) -> None:
+        self._score = score
+        self._view = view
+        self._spans = spans
+        self._goal = goal
+        self._candidates: Candidates | None = None
+        self._floor = control.lowest_rung(last) if last else 0.0
+        self.ladder = control.everything() if goal.everything else control.first_ladder(last)
+        self.threshold = 0.0
+        self.quotas: tuple[int, ...] = (0,) * view.step.world
+        self.settled = goal.entries == 0
+
+    def take(self, found: Sequence[Candidates]) -> None:
+        """Candidates that a scan during backward has found already."""
+        if found:
+            self._candidates = joined(found, self._view.acc.device)
+
+    def counts(self) -> list[int]:
+        """This rank's entries at or above each rung."""
+        rungs = torch.from_numpy(control.from_bits(self.ladder)).to(self._view.acc.device)
+        if self._covers(float(rungs[0])):
+            assert self._candidates is not None
+            counted = kernels.count_at_least(self._candidates.scores, rungs)
+        else:
+            counted = torch.zeros(len(rungs), dtype=torch.int64, device=rungs.device)
+            for start, stop, _ in chunks(self._spans):
+                counted += kernels.count_at_least(self._score(self._view, start, stop), rungs)
+        numbers: list[int] = counted.tolist()
+        return numbers
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> None:
+        """Settle on a rung, or on the next ladder, from the counts of all ranks."""
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        verdict = control.Verdict(0)
+        if not self._goal.everything:
+            verdict = control.narrow(self.ladder, totals, self._goal.entries, self._goal.limit)
+        if verdict.ladder is not None:
+            self.ladder = verdict.ladder
+            return
+        self.settled = True
+        self.threshold = float(control.from_bits(self.ladder)[verdict.rung])
+        self.quotas = tuple(row[verdict.rung] for row in rows)
+        if verdict.tied:
+            above = [row[verdict.rung + 1] if verdict.rung + 1 < len(row) else 0 for row in rows]
+            self.quotas = control.tied_quotas(self.quotas, above, self._goal.entries)
+
+    def picked(self) -> Tensor:
+        """This rank's proposals in the group, ascending."""
+        if self._goal.entries == 0:
+            return joined([], self._view.acc.device).indices
+        if not self._covers(self.threshold):
+            self._candidates = collect(self._score, self._view, self._spans, self.threshold)
+        assert self._candidates is not None
+        indices, scores = self._candidates
+        passed = kernels.at_least(scores, self.threshold)
+        if len(passed) > (quota := self.quotas[self._view.step.rank]):
+            passed = passed[kernels.largest(scores[passed], quota)]
+        return indices[passed]
+
+    def _covers(self, threshold: float) -> bool:
+        """Do the candidates include all entries that reach the threshold?"""
+        return self._candidates is not None and threshold >= self._floor
+
+
+def _inside(group: Span, spans: Sequence[Span]) -> list[Span]:
+    """The parts of the spans that lie in the group; empty ones left out."""
+    parts = [span.cut(group.start, group.stop) for span in spans]
+    return [part for part in parts if part.stop > part.start]
+
+
+def _split(rows: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[Sequence[int]]]:
+    """Cut every row into pieces of the given widths; one table per width."""
+    tables, start = [], 0
+    for width in widths:
+        tables.append([row[start : start + width] for row in rows])
+        start += width
+    return tables

@@ -1,0 +1,158 @@
+"""N workers in one process, through the same pipeline as the DDP hook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsieve.collectives import LocalCollectives, lockstep
+from gradsieve.methods import Method
+from gradsieve.pipeline import Worker
+from gradsieve.types import Setup, StepStats
+
+Shapes = Sequence[int | Sequence[int]]
+
+
+class Trace(NamedTuple):
+    """What `simulate` saw."""
+
+    mean: Tensor
+    """`[steps, numel]`: the averaged gradient of each step."""
+    residual: Tensor
+    """`[world, numel]`: every worker's residual after the last step."""
+    stats: list[StepStats]
+    """One per step, as rank 0 sees it."""
+
+
+class Simulation:
+    """N workers that step together; `simulate` in pieces, for loops that make gradients as they go."""
+
+    def __init__(
+        self,
+        method: Method,
+        world: int,
+        numel: int,
+        *,
+        shapes: Shapes | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        residual_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not isinstance(method, Method):
+            raise TypeError(
+                f"method must be made by a gradsieve constructor such as micro(density=0.01), not {method!r}"
+            )
+        setup = Setup(world, numel, bounds_of(shapes, numel))
+        self.method = method
+        self.workers = [
+            Worker(method, setup, LocalCollectives(rank, world, torch.device(device)), seed=seed, dtype=residual_dtype)
+            for rank in range(world)
+        ]
+
+    @property
+    def residual(self) -> Tensor:
+        """`[world, numel]`: every worker's residual."""
+        return torch.stack([worker.residual.acc for worker in self.workers])
+
+    def step(self, gradients: Tensor, parameters: Tensor | None = None) -> tuple[Tensor, StepStats]:
+        """Average one gradient per worker, `[world, numel]`; returns the mean, `[numel]`, and rank 0's record."""
+        self._check(gradients, parameters)
+        for worker, gradient in zip(self.workers, gradients, strict=True):
+            worker.begin(None if parameters is None else lambda: parameters.reshape(-1))
+            factor = self.method.feedback.clip_factor([gradient], len(self.workers))
+            worker.feed(0, gradient if factor is None else gradient * factor)
+        outcomes = lockstep([worker.exchange() for worker in self.workers])
+        pending = [worker.finish(reduced) for worker, reduced in zip(self.workers, outcomes, strict=True)]
+        mean = torch.zeros(gradients.shape[1], dtype=outcomes[0].mean.dtype, device=gradients.device)
+        mean[outcomes[0].indices] = outcomes[0].mean
+        return mean, pending[0].read()
+
+    def _check(self, gradients: Tensor, parameters: Tensor | None) -> None:
+        world, numel = len(self.workers), self.workers[0].setup.numel
+        if tuple(gradients.shape) != (world, numel):
+            raise ValueError(
+                f"gradients of a step must have the shape [world, numel] = [{world}, {numel}], "
+                f"not {list(gradients.shape)}"
+            )
+        if self.method.criterion.needs_weights and parameters is None:
+            raise ValueError(
+                f"{self.method.name} weighs gradients against parameters: give parameters=, "
+                f"a flat tensor of {numel} numbers or one per step"
+            )
+        if parameters is not None and tuple(parameters.shape) != (numel,):
+            raise ValueError(f"parameters must be flat with {numel} numbers, not of the shape {list(parameters.shape)}")
+
+
+def simulate(
+    method: Method,
+    gradients: Tensor | Iterable[Tensor],
+    *,
+    parameters: Tensor | Iterable[Tensor] | None = None,
+    shapes: Shapes | None = None,
+    seed: int = 0,
+    residual_dtype: torch.dtype = torch.float32,
+) -> Trace:
+    """Run a method on given gradients with N workers in this process.
+
+    `gradients` is a tensor `[steps, world, numel]` or an iterable of `[world, numel]`, on CPU or CUDA. `parameters`,
+    for methods that look at them, is a flat tensor or an iterable with one per step. `shapes` are the shapes (or
+    sizes) of the model's tensors, in order, for methods that know layers.
+
+        >>> import torch, gradsieve
+        >>> trace = gradsieve.simulate(gradsieve.micro(density=0.01), torch.randn(5, 4, 1000))
+        >>> [stats.support for stats in trace.stats]
+        [10, 10, 10, 10, 10]
+    """
+    simulation: Simulation | None = None
+    means, stats = [], []
+    weights = _each(parameters)
+    for gradient in _steps(gradients):
+        if simulation is None:
+            world, numel = gradient.shape
+            simulation = Simulation(
+                method, world, numel, shapes=shapes, seed=seed, device=gradient.device, residual_dtype=residual_dtype
+            )
+        mean, record = simulation.step(gradient, next(weights, None))
+        means.append(mean)
+        stats.append(record)
+    if simulation is None:
+        raise ValueError("gradients hold no step: give at least one [world, numel] tensor")
+    return Trace(torch.stack(means), simulation.residual, stats)
+
+
+def _steps(gradients: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
+    if isinstance(gradients, Tensor) and gradients.dim() != 3:
+        raise ValueError(f"gradients must have the shape [steps, world, numel], not {list(gradients.shape)}")
+    for gradient in gradients:
+        if not isinstance(gradient, Tensor) or gradient.dim() != 2 or len(gradient) == 0:
+            came = list(gradient.shape) if isinstance(gradient, Tensor) else repr(gradient)
+            raise ValueError(f"the gradients of a step must be a tensor [world, numel], not {came}")
+        if not gradient.is_floating_point():
+            raise TypeError(f"gradients must be floating-point numbers, not {gradient.dtype}")
+        yield gradient
+
+
+def _each(parameters: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
+    """The parameters of each step; the same for ever if one tensor was given."""
+    if parameters is None:
+        return
+    if not isinstance(parameters, Tensor):
+        yield from parameters
+        return
+    while True:
+        yield parameters
+
+
+def bounds_of(shapes: Shapes | None, numel: int) -> tuple[int, ...]:
+    """Where each tensor begins in the flat vector, then `numel`; one tensor if no shapes are given."""
+    if shapes is None:
+        return (0, numel)
+    sizes = [shape if isinstance(shape, int) else math.prod(shape) for shape in shapes]
+    if sum(sizes) != numel:
+        raise ValueError(f"shapes hold {sum(sizes)} numbers in all, but gradients have {numel}")
+    return tuple(accumulate(sizes, initial=0))

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# before torch is imported: several processes share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from fleet import Fleet
+from hypothesis import settings
+
+settings.register_profile("gradsieve", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("gradsieve")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fleets() -> Iterator[Callable[[int], Fleet]]:
+    """Real processes by number of ranks, started on first use."""
+    started: dict[int, Fleet] = {}
+    yield lambda world: started.setdefault(world, Fleet(world))
+    for fleet in started.values():
+        fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def fleet2(fleets: Callable[[int], Fleet]) -> Fleet:
+    return fleets(2)
+
+
+@pytest.fixture(scope="session")
+def fleet3(fleets: Callable[[int], Fleet]) -> Fleet:
+    return fleets(3)
