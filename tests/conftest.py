@@ -8,8 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from fleet import Fleet
 from hypothesis import settings
+
+from fleet import Fleet
 
 settings.register_profile("gradsieve", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("gradsieve")

@@ -24,8 +24,8 @@ class Fleet:
         self.world = world
         self._ranks: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def run(self, task: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Call `task(*arguments)` on every rank, inside a fresh gloo group, and return the results by rank.
+    def run(self, task: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+        """Call `task(*arguments)` on every rank, inside a fresh process group, and return the results by rank.
 
         `task` must be importable (a function at the top of a test module). What it raises is raised here.
         """
@@ -33,8 +33,8 @@ class Fleet:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for _, pipe in self._ranks:
-                pipe.send((task, arguments, store))
-            return self._answers(time.monotonic() + timeout)
+                pipe.send((task, arguments, backend, store))
+            return self._answers(time.monotonic() + TIMEOUT)
 
     def stop(self) -> None:
         for process, pipe in self._ranks:
@@ -55,7 +55,7 @@ class Fleet:
             self._ranks.append((process, ours))
 
     def _answers(self, deadline: float) -> list[Any]:
-        answers = []
+        answers: list[tuple[bool, Any]] = []
         for rank, (_, pipe) in enumerate(self._ranks):
             # an error on one rank may leave the others waiting for it: give them a second, not the whole time
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -79,12 +79,12 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task, arguments, store = pipe.recv()
+            task, arguments, backend, store = pipe.recv()
         except EOFError:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+                backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
             )
             torch.manual_seed(0)
             answer: tuple[bool, Any] = (True, task(*arguments))

@@ -1,42 +1,486 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
-from fleet import Fleet
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+from fleet import Fleet
+from gradsieve import METHODS, Method, StepStats
+from gradsieve.collectives import GroupCollectives
+from toys import (
+    SHAPES,
+    Chosen,
+    averaged,
+    backward,
+    flat,
+    flat_parameters,
+    gradients_of,
+    sparsified,
+    stacked_gradients,
+)
+
+STEPS = 7
+DENSITY = 0.05
+ERROR_FEEDBACK = [name for name in METHODS if name != "dense"]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def make(name: str, **options: Any) -> Method:
+    return gradsieve.method(name, **({} if name == "dense" else {"density": DENSITY}), **options)
 
 
-def _train(name: str, steps: int) -> list:
-    import torch.distributed as dist
-
-    net = DistributedDataParallel(Net(), bucket_cap_mb=0.004)
-    sieve = gradsieve.sparsify(net, gradsieve.method(name))
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    out = []
-    for _ in range(steps):
-        opt.zero_grad()
-        net(torch.randn(8, 30)).square().mean().backward()
-        out.append(torch.cat([p.grad.flatten() for p in net.parameters()]).clone())
-        opt.step()
-    print(sieve, sieve.stats)
-    return out
+def _trained(
+    name: str, ddp: dict[str, Any], device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Tensor], StepStats | None]:
+    model, sieve = sparsified(make(name), ddp=ddp, device=device)
+    means = [mean.cpu() for mean in averaged(model, STEPS)]
+    return means, {key: residual.cpu() for key, residual in sieve.residuals().items()}, sieve.stats
 
 
-def test_it(fleet3: Fleet) -> None:
-    for name in gradsieve.METHODS:
-        a = fleet3.run(_train, name, 5)
-        assert all(torch.equal(x, y) for x, y in zip(a[0], a[1]))
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], Fleet]) -> None:
+    trace = gradsieve.simulate(make(name), stacked_gradients(STEPS, world), parameters=flat_parameters(), shapes=SHAPES)
+    ranks = fleets(world).run(_trained, name, {})
+    for rank, (means, residuals, stats) in enumerate(ranks):
+        torch.testing.assert_close(torch.stack(means), trace.mean, rtol=1e-5, atol=1e-6)
+        assert torch.equal(torch.stack(means) != 0, trace.mean != 0)
+        assert torch.equal(flat(list(residuals.values())), trace.residual[rank])
+        assert stats is not None
+        assert stats.counts == trace.stats[-1].counts
+        assert stats.support == trace.stats[-1].support
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world", "backend"), [(1, "nccl"), (2, "gloo"), (3, "gloo")])
+@pytest.mark.parametrize("name", METHODS)
+def test_cuda_hook_equals_simulation(name: str, world: int, backend: str, fleets: Callable[[int], Fleet]) -> None:
+    given = stacked_gradients(STEPS, world).cuda()
+    trace = gradsieve.simulate(make(name), given, parameters=flat_parameters().cuda(), shapes=SHAPES)
+    for means, _, stats in fleets(world).run(_trained, name, {}, "cuda", backend=backend):
+        torch.testing.assert_close(torch.stack(means), trace.mean.cpu(), rtol=1e-5, atol=1e-6)
+        assert stats is not None
+        assert stats.select_seconds > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_hold_the_same_bits(name: str, fleet3: Fleet) -> None:
+    first, *others = [means for means, _, _ in fleet3.run(_trained, name, {})]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"bucket_cap_mb": 25},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 0.001},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ],
+    ids=lambda ddp: "+".join(ddp),
+)
+@pytest.mark.parametrize("name", ["micro", "union", "iwp", "deft", "dgc"])
+def test_buckets_and_ddp_options_change_nothing(name: str, ddp: dict[str, Any], fleet2: Fleet) -> None:
+    """Several buckets, their rebuild after the first iterations, one bucket: the same bits."""
+    expected = fleet2.run(_trained, name, {})
+    found = fleet2.run(_trained, name, ddp)
+    for (means, residuals, _), (other_means, other_residuals, _) in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(means, other_means, strict=True))
+        assert all(torch.equal(residuals[key], other_residuals[key]) for key in residuals)
+
+
+def _dense_and_plain(name: str) -> tuple[list[Tensor], list[Tensor]]:
+    options = {} if name == "dense" else {"density": 1.0}
+    model, _ = sparsified(gradsieve.method(name, **options), exclude="weights.1")
+    plain = DistributedDataParallel(Chosen())
+    return averaged(model, 3), averaged(plain, 3)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_density_one_is_plain_ddp(name: str, world: int, fleets: Callable[[int], Fleet]) -> None:
+    for ours, plain in fleets(world).run(_dense_and_plain, name):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(plain), rtol=1e-6, atol=1e-6)
+
+
+def _conserved(name: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Per step, over all ranks: what was there before, and mean plus residual after."""
+    model = DistributedDataParallel(Chosen(dtype=dtype), bucket_cap_mb=0.003)
+    sieve = gradsieve.sparsify(model, make(name), exclude=())
+    sums = []
+    for step in range(STEPS):
+        gradients = [gradient.to(dtype) for gradient in gradients_of(dist.get_rank(), step)]
+        before = flat(list(sieve.residuals().values())) + flat(gradients).float()
+        means = flat([mean for mean in backward(model, gradients) if mean is not None]).float()
+        after = flat(list(sieve.residuals().values()))
+        for vector in (before, after):
+            dist.all_reduce(vector)
+        sums.append((before, dist.get_world_size() * means + after))
+    return sums
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "dgc"])
+def test_nothing_is_lost(name: str, fleet3: Fleet) -> None:
+    for sums in fleet3.run(_conserved, name, torch.float32):
+        for before, after in sums:
+            assert (before - after).abs().max() <= 1e-6 * before.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["micro", "union", "topk"])
+def test_half_precision_gradients_keep_a_float32_residual(name: str, dtype: torch.dtype, fleet2: Fleet) -> None:
+    """The mean is rounded to the gradient's type when it is applied; nothing else is."""
+    rounding = torch.finfo(dtype).eps
+    for sums in fleet2.run(_conserved, name, dtype):
+        for before, after in sums:
+            assert (before - after).abs().max() <= rounding * before.abs().max()
+
+
+def _accumulated() -> tuple[Tensor, Tensor]:
+    model, _ = sparsified(make("micro"))
+    model.zero_grad(set_to_none=True)
+    with model.no_sync():
+        model(gradients_of(dist.get_rank(), 0)).backward()
+    model(gradients_of(dist.get_rank(), 1)).backward()
+    accumulated = flat([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    other, _ = sparsified(make("micro"))
+    both = zip(gradients_of(dist.get_rank(), 0), gradients_of(dist.get_rank(), 1), strict=True)
+    means = backward(other, [first + second for first, second in both])
+    return accumulated, flat([mean for mean in means if mean is not None])
+
+
+def test_no_sync_accumulates_locally_and_exchanges_once(fleet2: Fleet) -> None:
+    for accumulated, expected in fleet2.run(_accumulated):
+        torch.testing.assert_close(accumulated, expected)
+
+
+def _with_unused(ddp: dict[str, Any], used_by: tuple[int, ...]) -> dict[str, Any]:
+    """Build up a residual, then leave parameter 0 out on all ranks but `used_by`."""
+    model, sieve = sparsified(make("micro"), ddp=ddp)
+    if not ddp.get("static_graph"):
+        averaged(model, 3)
+    before = sieve.residuals()["weights.0"]
+    gradients: list[Tensor | None] = list(gradients_of(dist.get_rank(), 3))
+    given = gradients[0] if dist.get_rank() in used_by else None
+    gradients[0] = given
+    mean = backward(model, gradients)[0]
+    after = sieve.residuals()["weights.0"]
+    return {"before": before, "given": given, "mean": mean, "after": after}
+
+
+@pytest.mark.parametrize(
+    "ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=lambda ddp: "+".join(ddp)
+)
+def test_residual_of_a_parameter_that_no_rank_used_waits(ddp: dict[str, Any], fleet2: Fleet) -> None:
+    """DDP applies no gradient to it, so nothing may leave the residual."""
+    for rank in fleet2.run(_with_unused, ddp, ()):
+        assert rank["mean"] is None
+        assert torch.equal(rank["before"], rank["after"])
+
+
+def test_parameter_used_by_one_rank_is_averaged_over_all(fleet2: Fleet) -> None:
+    ranks = fleet2.run(_with_unused, {"find_unused_parameters": True}, (1,))
+    before = sum(rank["before"] for rank in ranks) + ranks[1]["given"]
+    after = 2 * ranks[0]["mean"] + sum(rank["after"] for rank in ranks)
+    torch.testing.assert_close(before, after)
+    assert torch.equal(ranks[0]["mean"], ranks[1]["mean"])
+
+
+def _frozen() -> tuple[list[str], bool]:
+    module = Chosen()
+    module.weights[0].requires_grad_(False)
+    model = DistributedDataParallel(module, bucket_cap_mb=0.003)
+    sieve = gradsieve.sparsify(model, make("micro"), exclude=())
+    means = backward(model, gradients_of(dist.get_rank(), 0))
+    return list(sieve.residuals()), means[0] is None
+
+
+def test_frozen_parameters_are_left_alone(fleet2: Fleet) -> None:
+    for names, untouched in fleet2.run(_frozen):
+        assert "weights.0" not in names
+        assert "weights.2" in names
+        assert untouched
+
+
+def _excluded(exclude: Any) -> tuple[list[str], StepStats | None, list[Tensor | None], list[Tensor]]:
+    options = {} if exclude is None else {"exclude": exclude}
+    model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.003)
+    sieve = gradsieve.sparsify(model, make("micro"), **options)
+    means = backward(model, gradients_of(dist.get_rank(), 0))
+    ranks = range(dist.get_world_size())
+    expected = [torch.stack(layer).mean(0) for layer in zip(*(gradients_of(r, 0) for r in ranks), strict=True)]
+    return list(sieve.residuals()), sieve.stats, means, expected
+
+
+def _is_first(name: str, parameter: nn.Parameter) -> bool:
+    return name == "weights.0" and parameter.dim() == 2
+
+
+@pytest.mark.parametrize(
+    ("exclude", "dense_layers"),
+    [(None, {1, 6}), ((), set()), ("weights.[01]", {0, 1}), (["weights.5", "*.6"], {5, 6}), (_is_first, {0})],
+    ids=["default", "none", "pattern", "patterns", "predicate"],
+)
+def test_excluded_parameters_go_dense_in_the_same_step(exclude: Any, dense_layers: set[int], fleet2: Fleet) -> None:
+    for names, stats, means, expected in fleet2.run(_excluded, exclude):
+        assert set(names) == {f"weights.{layer}" for layer in range(len(SHAPES)) if layer not in dense_layers}
+        for layer in dense_layers:
+            torch.testing.assert_close(means[layer], expected[layer])
+        assert stats.dense_numel == sum(expected[layer].numel() for layer in dense_layers)
+        assert stats.dense_bytes == 4 * stats.dense_numel
+        assert stats.numel + stats.dense_numel == sum(layer.numel() for layer in expected)
+        assert stats.target == int(DENSITY * stats.numel)
+
+
+def _paused() -> dict[str, Any]:
+    model, sieve = sparsified(make("union"))
+    averaged(model, 2)
+    kept, stats = sieve.residuals(), sieve.stats
+    sieve.pause()
+    while_paused = sieve.paused
+    means = averaged(model, 2, first=2)
+    plain = averaged(DistributedDataParallel(Chosen()), 2, first=2)
+    untouched = all(torch.equal(kept[name], residual) for name, residual in sieve.residuals().items())
+    same_stats = sieve.stats == stats
+    sieve.resume()
+    resumed = averaged(model, 1, first=4)
+    other, _ = sparsified(make("union"))
+    averaged(other, 2)
+    return {
+        "dense": all(torch.allclose(a, b) for a, b in zip(means, plain, strict=True)),
+        "paused": while_paused and not sieve.paused,
+        "untouched": untouched and same_stats,
+        "resumed": torch.equal(resumed[0], averaged(other, 1, first=4)[0]),
+    }
+
+
+def test_pause_goes_dense_and_keeps_the_residual(fleet2: Fleet) -> None:
+    for findings in fleet2.run(_paused):
+        assert all(findings.values()), findings
+
+
+def _resumed(name: str) -> bool:
+    model, sieve = sparsified(make(name))
+    averaged(model, 3)
+    state = sieve.state_dict()
+    expected = averaged(model, 3, first=3)
+    other, restored = sparsified(make(name))
+    averaged(other, 2)
+    restored.load_state_dict(state)
+    found = averaged(other, 3, first=3)
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_loading_a_state_continues_bit_exactly(name: str, fleet2: Fleet) -> None:
+    assert all(fleet2.run(_resumed, name))
+
+
+def _state_errors(folder: str) -> list[str]:
+    _, sieve = sparsified(make("micro"))
+    path = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(sieve.state_dict(), path)
+    good = torch.load(path, weights_only=True)
+    sieve.load_state_dict(good)
+    other = {"weights.0": torch.zeros(3, 3)}
+    damaged = [{"rank": 9}, {"world": 5}, {"method": "topk(density=0.1)"}, {"version": 0}, {"residuals": other}]
+    messages = []
+    for damage in damaged:
+        with pytest.raises(ValueError, match="this state") as caught:
+            sieve.load_state_dict(good | damage)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_state_is_saved_safely_and_refused_where_it_does_not_belong(fleet2: Fleet, tmp_path: Any) -> None:
+    for rank, messages in enumerate(fleet2.run(_state_errors, str(tmp_path))):
+        assert f"rank 9, but here rank is {rank}" in messages[0]
+        assert "world 5, but here world is 2" in messages[1]
+        assert "topk(density=0.1)" in messages[2]
+        assert "version 0" in messages[3]
+        assert "'weights.0'" in messages[4]
+
+
+def _handed_over(name: str) -> tuple[int, int]:
+    """Bytes by StepStats, and by watching the tensors that reach torch.distributed."""
+    watched = 0
+
+    class Watched(GroupCollectives):
+        async def _all_gather(self, tensor: Tensor) -> Tensor:
+            self.note(tensor)
+            return await super()._all_gather(tensor)
+
+        async def _all_reduce(self, tensor: Tensor) -> Tensor:
+            self.note(tensor)
+            return await super()._all_reduce(tensor)
+
+        async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+            if source == self.rank:
+                self.note(tensor)
+            return await super()._broadcast(tensor, source)
+
+        def note(self, tensor: Tensor) -> None:
+            nonlocal watched
+            watched += tensor.numel() * tensor.element_size()
+
+    model, sieve = sparsified(make(name), exclude="weights.1")
+    collectives = sieve._worker.collectives
+    assert isinstance(collectives, GroupCollectives)
+    collectives.__class__ = Watched
+    averaged(model, 2)
+    watched = 0
+    averaged(model, 1, first=2)
+    assert sieve.stats is not None
+    return sieve.stats.wire_bytes, watched
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_wire_bytes_are_what_collectives_were_handed(name: str, fleet3: Fleet) -> None:
+    for counted, watched in fleet3.run(_handed_over, name):
+        assert counted == watched > 0
+
+
+def _channels_last() -> tuple[Tensor, Tensor, bool]:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 8, 3)
+    strided = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    strided.load_state_dict(plain.state_dict())
+    grads = []
+    for module in (plain, strided):
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        sieve = gradsieve.sparsify(model, gradsieve.topk(density=0.1))
+        torch.manual_seed(dist.get_rank())
+        model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+        assert module.weight.grad is not None
+        grads.append(module.weight.grad.clone().contiguous())
+        residual = sieve.residuals()["weight"]
+    return grads[0], grads[1], residual.shape == plain.weight.shape
+
+
+def test_channels_last_gives_the_same_gradient(fleet2: Fleet) -> None:
+    for plain, strided, shaped in fleet2.run(_channels_last):
+        torch.testing.assert_close(plain, strided)
+        assert shaped
+
+
+def _in_subgroup() -> Tensor | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    model = DistributedDataParallel(Chosen(), process_group=group)
+    sieve = gradsieve.sparsify(model, make("cltk"), exclude=())
+    means = [backward(model, gradients_of(dist.get_rank(), step)) for step in range(3)]
+    assert sieve.stats is not None
+    assert len(sieve.stats.counts) == 2
+    return flat([mean for mean in means[-1] if mean is not None])
+
+
+def test_process_groups_other_than_the_default_work(fleet3: Fleet) -> None:
+    _, first, second = fleet3.run(_in_subgroup)
+    assert torch.equal(first, second)
+
+
+def _misuse() -> dict[str, str]:
+    messages: dict[str, str] = {}
+
+    def note(key: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            messages[key] = f"{type(error).__name__}: {error}"
+
+    method = make("micro")
+    model, _ = sparsified(method)
+    fresh = DistributedDataParallel(Chosen())
+    vectors = DistributedDataParallel(Chosen(((30,), (11,))))
+    double = DistributedDataParallel(Chosen(dtype=torch.float64))
+    note("not ddp", lambda: gradsieve.sparsify(Chosen(), method))  # type: ignore[arg-type]
+    note("twice", lambda: gradsieve.sparsify(model, method))
+    note("name", lambda: gradsieve.sparsify(fresh, "micro"))  # type: ignore[arg-type]
+    note("constructor", lambda: gradsieve.sparsify(fresh, gradsieve.micro))  # type: ignore[arg-type]
+    note("pattern", lambda: gradsieve.sparsify(fresh, method, exclude="*.bias"))
+    note("nothing", lambda: gradsieve.sparsify(vectors, method))
+    note("double", lambda: gradsieve.sparsify(double, method))
+    note("residual", lambda: gradsieve.sparsify(fresh, method, residual_dtype=torch.int8))
+    note("broadcasters", lambda: gradsieve.sparsify(fresh, gradsieve.iwp(num_broadcasters=3)))
+    gradsieve.sparsify(fresh, method)
+    gradsieve.sparsify(double, method, residual_dtype=torch.float64)
+    return messages
+
+
+def test_misuse_gets_an_error_that_says_what_to_do(fleet2: Fleet) -> None:
+    expected = {
+        "not ddp": "TypeError: sparsify needs a DistributedDataParallel model, not Chosen: wrap it first",
+        "twice": "RuntimeError: this model has a communication hook already",
+        "name": "TypeError: method must be made by a gradsieve constructor, not str: try gradsieve.method('micro')",
+        "constructor": "TypeError: method must be made by a gradsieve constructor, not function",
+        "pattern": "ValueError: exclude: no parameter matches '*.bias'; the model's are named like weights.0",
+        "nothing": "ValueError: all 2 trainable parameters are excluded or empty",
+        "double": "TypeError: parameter 'weights.0' is torch.float64; gradients may be",
+        "residual": "ValueError: residual_dtype must be one of",
+        "broadcasters": "ValueError: num_broadcasters=3, but there are only 2 ranks",
+    }
+    for messages in fleet2.run(_misuse):
+        assert messages.keys() == expected.keys()
+        for key, start in expected.items():
+            assert messages[key].startswith(start), messages[key]
+
+
+def _sparse_embedding() -> str:
+    model = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    gradsieve.sparsify(model, make("micro"))
+    try:
+        model(torch.tensor([1, 2])).sum().backward()
+    except (TypeError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_sparse_gradients_are_refused(fleet2: Fleet) -> None:
+    for message in fleet2.run(_sparse_embedding):
+        assert "use sparse=False" in message
+
+
+REGRESSION_STEPS = 200
+
+
+def _regression(name: str) -> float:
+    """The loss that training a small network on a fixed task ends with."""
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 12)
+    targets = torch.tanh(inputs @ torch.randn(12, 4))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 4)))
+    options: dict[str, Any] = {} if name == "dense" else {"density": 0.1}
+    if name == "dgc":
+        options["momentum"] = 0.0  # the optimizer below has none either
+    sieve = gradsieve.sparsify(model, gradsieve.method(name, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    own = slice(dist.get_rank(), None, dist.get_world_size())
+    for _ in range(REGRESSION_STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs[own]), targets[own])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert sieve.stats is not None
+    assert sieve.stats.step == REGRESSION_STEPS - 1
+    return float(nn.functional.mse_loss(model(inputs), targets))
+
+
+@pytest.fixture(scope="module")
+def dense_loss(fleet3: Fleet) -> float:
+    return float(fleet3.run(_regression, "dense")[0])
+
+
+@pytest.mark.parametrize("name", ERROR_FEEDBACK)
+def test_toy_regression_reaches_the_dense_loss(name: str, dense_loss: float, fleet3: Fleet) -> None:
+    losses = fleet3.run(_regression, name)
+    assert len(set(losses)) == 1
+    assert losses[0] <= 1.25 * dense_loss, (losses[0], dense_loss)

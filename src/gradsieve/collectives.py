@@ -166,6 +166,15 @@ def run(step: Coroutine[Any, Any, T]) -> T:
 
 def lockstep(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the coroutines of all ranks together, from meeting to meeting, and return their results by rank."""
+    try:
+        return _driven(steps)
+    finally:
+        # after an error on one rank the others stand half-way
+        for step in steps:
+            step.close()
+
+
+def _driven(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     answer: Tensor | None = None
     while True:
         offers: list[_Offer] = []
@@ -175,7 +184,7 @@ def lockstep(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
                 offers.append(step.send(answer))
             except StopIteration as stop:
                 results.append(stop.value)
-        if len(results) == len(steps):
+        if not offers:
             return results
         answer = _combined(offers, world=len(steps))
 

@@ -100,7 +100,7 @@ def method(name: str, **options: Any) -> Method:
 def _nearest(word: str, valid: Iterable[str]) -> str:
     names = list(valid)
     if not names:
-        return "there are none to give"
+        return "it takes none"
     near = difflib.get_close_matches(str(word), names, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
     return f"{hint}valid are: {', '.join(names)}"
@@ -140,12 +140,15 @@ def check_whole(name: str, value: int, at_least: int) -> None:
         raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
 
 
-def check_number(name: str, value: float, at_least: float, below: float = math.inf) -> None:
+def check_number(
+    name: str, value: float, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not at_least <= value < below:
-        limits = f"at least {at_least}" + (f" and below {below}" if below < math.inf else " and finite")
-        raise ValueError(f"{name} must be {limits}, not {value!r}")
+    if not (at_least <= value and above < value < below):
+        limits = {"at least": at_least, "above": above, "below": below}
+        wanted = " and ".join(f"{words} {limit}" for words, limit in limits.items() if math.isfinite(limit))
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")
 
 
 def check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -242,7 +245,7 @@ def dgc(
     check_number("momentum", momentum, at_least=0, below=1)
     check_fraction("sample", sample)
     if clip is not None:
-        check_number("clip", clip, at_least=0)
+        check_number("clip", clip, above=0)
     return Method(
         budget=Budget(density, warmup_steps),
         region=Whole(),

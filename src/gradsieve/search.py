@@ -88,7 +88,7 @@ class Searched(Criterion):
     def _goal(self, state: SearchState, group: Span, step: Step) -> _Goal:
         size, num_lookers = group.stop - group.start, len(step.proposers) if self.overlapping else 1
         target = step.target
-        if self.per_layer:
+        if self.per_layer and size:
             target = control.dithered_share(step.target / step.numel, group.start, group.stop, step.index)
         if target >= size:
             return _Goal(size * num_lookers, size * num_lookers, everything=True)

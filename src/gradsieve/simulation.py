@@ -111,13 +111,16 @@ def simulate(
     simulation: Simulation | None = None
     means, stats = [], []
     weights = _each(parameters)
-    for gradient in _steps(gradients):
+    for index, gradient in enumerate(_steps(gradients)):
         if simulation is None:
             world, numel = gradient.shape
             simulation = Simulation(
                 method, world, numel, shapes=shapes, seed=seed, device=gradient.device, residual_dtype=residual_dtype
             )
-        mean, record = simulation.step(gradient, next(weights, None))
+        weight = next(weights, None)
+        if weight is None and parameters is not None:
+            raise ValueError(f"parameters ended after {index} of the steps: give one tensor per step, or one for all")
+        mean, record = simulation.step(gradient, weight)
         means.append(mean)
         stats.append(record)
     if simulation is None:

@@ -1,0 +1,184 @@
+"""The laws that every method obeys, over the table of all methods, worlds and odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gradsieve
+from gradsieve import METHODS, Method, Simulation
+from gradsieve.collectives import lockstep
+from gradsieve.types import Reduced
+
+WORLDS = [1, 2, 3, 5]
+SIZES = [0, 1, 3, 31, 1023, 40_000]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in METHODS} | {
+    "micro-paper": ("micro", {"control": "paper"}),
+    "exdyna-paper": ("exdyna", {"control": "paper"}),
+    "exdyna-paper-blocks": ("exdyna", {"blocks": "paper"}),
+    "exdyna-paper-control": ("exdyna", {"control": "paper", "blocks": "adaptive"}),
+    "iwp-per-layer": ("iwp", {"per_layer": True}),
+    "iwp-stochastic": ("iwp", {"stochastic": True}),
+    "iwp-momentum": ("iwp", {"momentum": 0.9}),
+    "dgc-clipped": ("dgc", {"clip": 1.0, "warmup_steps": 4}),
+    "union-tight": ("union", {"ceiling": 1.0}),
+}
+
+
+def make(variant: str, density: float) -> Method:
+    name, options = VARIANTS[variant]
+    return gradsieve.method(name, **({} if name == "dense" else {"density": density}), **options)
+
+
+def layers_of(numel: int) -> list[int]:
+    """A few tensors of unlike sizes, an empty one among them."""
+    first, second = numel // 2, numel // 3
+    return [first, 0, second, numel - first - second]
+
+
+def gradients(steps: int, world: int, numel: int) -> Tensor:
+    """Layers of unlike scale, a common signal and each worker's noise."""
+    scale = torch.cat([torch.full((size,), 10.0**-place) for place, size in enumerate(layers_of(numel))])
+    return (torch.randn(steps, 1, numel) + 0.5 * torch.randn(steps, world, numel)) * scale
+
+
+class Observed:
+    """A simulation whose steps show the accumulated vectors, too."""
+
+    def __init__(self, method: Method, world: int, numel: int) -> None:
+        self.simulation = Simulation(method, world, numel, shapes=layers_of(numel))
+        self.parameters = torch.linspace(-1, 1, numel)
+
+    def step(self, given: Tensor) -> tuple[Tensor, list[Reduced]]:
+        """What was accumulated, `[world, numel]`, and the outcome on each rank."""
+        workers = self.simulation.workers
+        for worker, gradient in zip(workers, given, strict=True):
+            worker.begin(lambda: self.parameters)
+            worker.feed(0, gradient)
+        accumulated = self.simulation.residual.clone()
+        outcomes = lockstep([worker.exchange() for worker in workers])
+        for worker, reduced in zip(workers, outcomes, strict=True):
+            worker.finish(reduced)
+        return accumulated, outcomes
+
+
+def spread(reduced: Reduced, numel: int) -> Tensor:
+    mean = torch.zeros(numel)
+    mean[reduced.indices] = reduced.mean
+    return mean
+
+
+def steps_of(variant: str, density: float, given: Tensor) -> Iterator[tuple[Tensor, list[Reduced], Tensor]]:
+    """Accumulated vectors, outcomes and the residuals after, of each step."""
+    _, world, numel = given.shape
+    observed = Observed(make(variant, density), world, numel)
+    for gradient in given:
+        accumulated, outcomes = observed.step(gradient)
+        yield accumulated, outcomes, observed.simulation.residual
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mass_is_conserved_at_every_step(variant: str, world: int, numel: int) -> None:
+    for accumulated, outcomes, residual in steps_of(variant, 0.01, gradients(6, world, numel)):
+        before = accumulated.sum(0)
+        after = world * spread(outcomes[0], numel) + residual.sum(0)
+        largest = accumulated.abs().sum(0).max().item() if numel else 0.0
+        assert ((before - after).abs() <= 1e-6 * largest).all()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_agree_and_the_support_is_ascending(variant: str, world: int, numel: int) -> None:
+    for _, (first, *others), _ in steps_of(variant, 0.05, gradients(4, world, numel)):
+        for other in others:
+            assert torch.equal(spread(first, numel), spread(other, numel))
+            assert first.counts == other.counts
+        assert len(first.counts) == world
+        if isinstance(first.indices, Tensor):
+            assert (first.indices[1:] > first.indices[:-1]).all()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_density_one_is_the_plain_mean(variant: str, world: int, numel: int) -> None:
+    given = gradients(3, world, numel)
+    if variant == "dgc-clipped":
+        given /= 1e6  # below the clipping norm
+    for gradient, (_, outcomes, residual) in zip(given, steps_of(variant, 1.0, given), strict=True):
+        torch.testing.assert_close(spread(outcomes[0], numel), gradient.mean(0), rtol=1e-5, atol=1e-7)
+        assert not residual.any()
+
+
+def build_up(variant: str, world: int, density: float = 0.01) -> float:
+    """The largest actual density over the asked one, when workers see unlike gradients."""
+    given = torch.randn(12, world, 20_000)
+    trace = gradsieve.simulate(make(variant, density), given, parameters=torch.randn(20_000), shapes=[20_000])
+    return max(stats.density for stats in trace.stats) / density
+
+
+@pytest.mark.parametrize("world", [2, 5, 16])
+def test_topk_builds_up_with_the_number_of_workers(world: int) -> None:
+    assert 0.8 * world < build_up("topk", world) <= world
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 16])
+@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "cltk", "iwp", "deft", "randomk", "iwp-per-layer"])
+def test_steered_methods_do_not_build_up(variant: str, world: int) -> None:
+    assert build_up(variant, world) <= 1.1
+
+
+@given(
+    variant=st.sampled_from(sorted(VARIANTS)),
+    world=st.integers(1, 4),
+    values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-30, 3e38, -2.5e-7, 4.0]), max_size=40),
+    density=st.sampled_from([0.01, 0.3, 0.5, 0.99, 1.0]),
+)
+def test_hard_vectors_break_nothing(variant: str, world: int, values: Sequence[float], density: float) -> None:
+    """Zeros, ties, the limits of float32: the step ends, ranks agree, the support is within the vector."""
+    given = torch.tensor([[values] * world] * 3, dtype=torch.float32).reshape(3, world, len(values)) / world / 8
+    for _, outcomes, _ in steps_of(variant, density, given):
+        support = outcomes[0].indices
+        if isinstance(support, Tensor) and len(support):
+            assert support[0] >= 0
+            assert support[-1] < len(values)
+
+
+@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "iwp"])
+def test_tied_gradients_are_all_sent_in_time(variant: str) -> None:
+    """Where every entry is alike a threshold cannot choose; the density still holds and none waits for ever."""
+    trace = gradsieve.simulate(make(variant, 0.1), torch.ones(40, 2, 500), parameters=torch.ones(500))
+    assert all(stats.support <= 2 * stats.target for stats in trace.stats)
+    assert all(stats.support > 0 for stats in trace.stats)
+    assert (trace.mean.sum(0) > 0).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_residual_loses_only_rounding(variant: str) -> None:
+    given = gradients(5, 2, 3000)
+    trace = gradsieve.simulate(
+        make(variant, 0.05), given, parameters=torch.randn(3000), shapes=layers_of(3000), residual_dtype=torch.bfloat16
+    )
+    assert trace.residual.dtype == torch.bfloat16
+    if VARIANTS[variant][0] != "dgc" and variant != "iwp-momentum":
+        lost = given.sum((0, 1)) - 2 * trace.mean.sum(0) - trace.residual.float().sum(0)
+        assert lost.abs().max() < 0.1 * given.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_seed_gives_the_same_bits_twice(variant: str) -> None:
+    given = gradients(4, 3, 999)
+
+    def once() -> Tensor:
+        return gradsieve.simulate(make(variant, 0.05), given, parameters=torch.ones(999), seed=7).mean
+
+    assert torch.equal(once(), once())
