@@ -85,7 +85,7 @@ def test_ranks_hold_the_same_bits(name: str, fleet3: Fleet) -> None:
         {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 0.001},
         {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     ],
-    ids=lambda ddp: "+".join(ddp),
+    ids="+".join,
 )
 @pytest.mark.parametrize("name", ["micro", "union", "iwp", "deft", "dgc"])
 def test_buckets_and_ddp_options_change_nothing(name: str, ddp: dict[str, Any], fleet2: Fleet) -> None:
@@ -176,9 +176,7 @@ def _with_unused(ddp: dict[str, Any], used_by: tuple[int, ...]) -> dict[str, Any
     return {"before": before, "given": given, "mean": mean, "after": after}
 
 
-@pytest.mark.parametrize(
-    "ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=lambda ddp: "+".join(ddp)
-)
+@pytest.mark.parametrize("ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids="+".join)
 def test_residual_of_a_parameter_that_no_rank_used_waits(ddp: dict[str, Any], fleet2: Fleet) -> None:
     """DDP applies no gradient to it, so nothing may leave the residual."""
     for rank in fleet2.run(_with_unused, ddp, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,30 +10,29 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.collectives import Collectives
-from gradsieve.types import Indices, Proposal, Reduced, Step, View
+from gradsieve.types import Agreement, Indices, Proposal, Reduced, Step, View
 
 
 class Exchange:
     """A rule for reaching a common support; the values at it are all-reduced."""
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
-        counts = proposal.counts or await self._exchanged_counts(proposal, collectives)
-        support = await self.support(view.step, proposal.indices, counts, collectives)
-        values = view.acc[support]
+        agreement = await self.agree(view.step, proposal, collectives)
+        values = view.acc[agreement.support]
         mean, dense = await averaged(values, values[:0] if view.dense is None else view.dense, collectives)
-        return Reduced(support, mean, dense, support, counts, proposal.thresholds)
+        return Reduced(
+            indices=agreement.support,
+            mean=mean,
+            dense=dense,
+            sent=agreement.support,
+            counts=agreement.counts,
+            thresholds=agreement.thresholds,
+            distinct=agreement.distinct,
+        )
 
-    async def support(
-        self, step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
-    ) -> Indices:
-        """The indices at which values are exchanged, ascending, the same on every rank."""
+    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+        """Reach the support, the same on every rank."""
         raise NotImplementedError
-
-    @staticmethod
-    async def _exchanged_counts(proposal: Proposal, collectives: Collectives) -> tuple[int, ...]:
-        assert isinstance(proposal.indices, Tensor)
-        rows = await collectives.gather_numbers([len(proposal.indices)])
-        return tuple(row[0] for row in rows)
 
 
 async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> tuple[Tensor, Tensor]:
@@ -47,10 +47,9 @@ async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> t
 class Agreed(Exchange):
     """Every rank proposes the same without a word: no index travels."""
 
-    async def support(
-        self, step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
-    ) -> Indices:
-        return proposed
+    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+        assert proposal.counts is not None
+        return Agreement(proposal.indices, proposal.counts, proposal.counts[0], proposal.thresholds)
 
 
 @dataclass(frozen=True)
@@ -60,28 +59,76 @@ class Disjoint(Exchange):
     in_rotation: bool = True
     """Ranks own contiguous partitions in rotation, so that ordering the ranks orders the support."""
 
-    async def support(
-        self, step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
-    ) -> Indices:
-        pieces = await gathered(step, proposed, counts, collectives)
-        if not self.in_rotation:
-            return torch.cat(pieces).sort().values
-        return torch.cat([pieces[(partition - step.index) % step.world] for partition in range(step.world)])
+    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+        counts = await known_counts(proposal, collectives)
+        pieces = await gathered(step, proposal.indices, counts, collectives)
+        if self.in_rotation:
+            support = torch.cat([pieces[(partition - step.index) % step.world] for partition in range(step.world)])
+        else:
+            support = torch.cat(pieces).sort().values
+        return Agreement(support, counts, len(support), proposal.thresholds)
 
 
 @dataclass(frozen=True)
 class Union(Exchange):
     """Ranks may propose the same entry: the support is the union of the proposals."""
 
-    ceiling: float | None = None
-    """The support is thinned to this many times the target; what is left out stays in the residual."""
+    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+        counts = await known_counts(proposal, collectives)
+        support = kernels.merged(torch.cat(await gathered(step, proposal.indices, counts, collectives)))
+        return Agreement(support, counts, len(support), proposal.thresholds)
 
-    async def support(
-        self, step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
-    ) -> Indices:
-        pieces = await gathered(step, proposed, counts, collectives)
-        support = kernels.merged(torch.cat(pieces))
-        return support if self.ceiling is None else kernels.thinned(support, int(self.ceiling * step.target))
+
+@dataclass(frozen=True)
+class SteeredUnion(Union):
+    """A union of the target's size.
+
+    How far proposals overlap is known only once they are there. Where they overlap more than in the step before the
+    union falls short, and the ranks propose more; where less, it is cut, and what is left out stays in the residual.
+    """
+
+    ceiling: float
+    tolerance: float = 0.05
+    """How far from the target, relatively, the union may be without either."""
+
+    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+        agreement = await super().agree(step, proposal, collectives)
+        gain = 1.0
+        while proposal.more is not None and agreement.distinct < (1 - self.tolerance) * step.target:
+            proposal = await proposal.more(math.ceil((step.target - agreement.distinct) / gain))
+            more = await super().agree(step, proposal, collectives)
+            if not sum(more.counts):
+                break  # nothing is left but zeros
+            extended = _extended(agreement, more)
+            # new entries per further proposal; each can be proposed by every proposer at most
+            new = extended.distinct - agreement.distinct
+            gain = max(new / sum(more.counts), 1 / len(step.proposers))
+            agreement = extended
+        return self._cut(agreement, step)
+
+    def _cut(self, agreement: Agreement, step: Step) -> Agreement:
+        support = agreement.support
+        assert isinstance(support, Tensor)
+        if len(support) > min(1 + self.tolerance, self.ceiling) * step.target:
+            support = kernels.thinned(support, step.target)
+        return agreement._replace(support=support)
+
+
+def _extended(first: Agreement, second: Agreement) -> Agreement:
+    assert isinstance(first.support, Tensor)
+    assert isinstance(second.support, Tensor)
+    support = kernels.merged(torch.cat([first.support, second.support]))
+    counts = tuple(a + b for a, b in zip(first.counts, second.counts, strict=True))
+    return Agreement(support, counts, len(support), second.thresholds)
+
+
+async def known_counts(proposal: Proposal, collectives: Collectives) -> tuple[int, ...]:
+    """The counts of all ranks, exchanged if they are not known yet."""
+    if proposal.counts is not None:
+        return proposal.counts
+    assert isinstance(proposal.indices, Tensor)
+    rows = await collectives.gather_numbers([len(proposal.indices)])
+    return tuple(row[0] for row in rows)
 
 
 async def gathered(step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives) -> list[Tensor]:

@@ -26,7 +26,7 @@ from gradsieve.criterion import (
     SharedRandom,
     Stepped,
 )
-from gradsieve.exchange import Agreed, Disjoint, Exchange, Union
+from gradsieve.exchange import Agreed, Disjoint, Exchange, SteeredUnion, Union
 from gradsieve.proposers import Everyone, Proposers, RandomRanks, RotatingLeader
 from gradsieve.region import BalancedBlocks, LayerBins, Region, RotatingSlices, SteppingBlocks, Whole
 from gradsieve.residual import Feedback
@@ -339,7 +339,7 @@ def iwp(
         region=Whole(),
         criterion=Searched(Importance(eps, stochastic), _ceiling(ceiling), overlapping=True, per_layer=per_layer),
         proposers=RandomRanks(num_broadcasters),
-        exchange=Union(_ceiling(ceiling)),
+        exchange=SteeredUnion(_ceiling(ceiling)),
         feedback=Feedback(momentum),
     )
 
@@ -355,5 +355,5 @@ def union(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None) -> 
         budget=Budget(density),
         region=Whole(),
         criterion=Searched(ceiling=_ceiling(ceiling), overlapping=True),
-        exchange=Union(_ceiling(ceiling)),
+        exchange=SteeredUnion(_ceiling(ceiling)),
     )

@@ -8,6 +8,7 @@ message replaces the exchange of counts that a fixed threshold needs too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from gradsieve import control, kernels
 from gradsieve.collectives import Collectives
-from gradsieve.criterion import Criterion, support_size
+from gradsieve.criterion import Criterion
 from gradsieve.score import Magnitude, Score, chunks, collect, joined
 from gradsieve.types import Candidates, Proposal, Reduced, Setup, Span, Step, View
 
@@ -67,19 +68,33 @@ class Searched(Criterion):
         ]
         for group, search in enumerate(searches):
             search.take([part[group] for part in view.found if group in part])
+        return await self._proposal(searches, collectives)
+
+    async def _proposal(self, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
+        """Run the searches to their end, all groups in one message a round."""
         while unsettled := [search for search in searches if not search.settled]:
             rows = await collectives.gather_numbers([count for search in unsettled for count in search.counts()])
             for search, columns in zip(unsettled, _split(rows, [len(s.ladder) for s in unsettled]), strict=True):
                 search.judge(columns)
-        counts = tuple(sum(search.quotas[rank] for search in searches) for rank in range(view.step.world))
-        picked = torch.cat([search.picked() for search in searches])
-        return Proposal(picked, counts, tuple(search.threshold for search in searches))
+
+        async def more(entries: int) -> Proposal:
+            factor = 1 + entries / max(1, sum(search.entries for search in searches))
+            for search in searches:
+                search.widen(factor)
+            return await self._proposal(searches, collectives)
+
+        return Proposal(
+            indices=torch.cat([search.picked() for search in searches]),
+            counts=tuple(map(sum, zip(*(search.quotas for search in searches), strict=True))),
+            thresholds=tuple(search.threshold for search in searches),
+            more=more if self.overlapping else None,
+        )
 
     def observe(self, state: SearchState, step: Step, reduced: Reduced) -> SearchState:
         # a group that had no goal in this step keeps the threshold it had
         thresholds = tuple(new or old for new, old in zip(reduced.thresholds, state.thresholds, strict=True))
         proposed = sum(reduced.counts)
-        overlap = support_size(reduced, step) / proposed if self.overlapping and proposed else state.overlap
+        overlap = reduced.distinct / proposed if self.overlapping and proposed else state.overlap
         return SearchState(thresholds, overlap)
 
     def _groups(self, setup: Setup) -> list[Span]:
@@ -103,6 +118,9 @@ class _Goal(NamedTuple):
     limit: int
     everything: bool = False
 
+    def scaled(self, factor: float) -> _Goal:
+        return self._replace(entries=math.ceil(self.entries * factor), limit=math.ceil(self.limit * factor))
+
 
 class _Search:
     """The search for the threshold of one group, as one rank takes part in it."""
@@ -114,22 +132,38 @@ class _Search:
         self._goal = goal
         self._candidates: Candidates | None = None
         self._floor = control.lowest_rung(last) if last else 0.0
+        self._proposed = torch.empty(0, dtype=torch.int64, device=view.acc.device)
+        self._passing = (0,) * view.step.world
         self.ladder = control.everything() if goal.everything else control.first_ladder(last)
-        self.threshold = 0.0
-        self.quotas: tuple[int, ...] = (0,) * view.step.world
         self.settled = goal.entries == 0
+        self.threshold = 0.0
+        self.quotas = (0,) * view.step.world
+        """What each rank is to propose, beyond what it did before in this step."""
+
+    @property
+    def entries(self) -> int:
+        """Over all ranks, how many are let through."""
+        return sum(self._passing)
 
     def take(self, found: Sequence[Candidates]) -> None:
         """Candidates that a scan during backward has found already."""
         if found:
             self._candidates = joined(found, self._view.acc.device)
 
+    def widen(self, factor: float) -> None:
+        """Go on searching: let more entries through."""
+        self.quotas = (0,) * len(self.quotas)
+        if self._goal.entries and not self._goal.everything:
+            self._goal = self._goal.scaled(factor)
+            self.ladder = control.first_ladder(self.threshold)
+            self.settled = False
+
     def counts(self) -> list[int]:
         """This rank's entries at or above each rung."""
         rungs = torch.from_numpy(control.from_bits(self.ladder)).to(self._view.acc.device)
-        if self._covers(float(rungs[0])):
-            assert self._candidates is not None
-            counted = kernels.count_at_least(self._candidates.scores, rungs)
+        candidates = self._covering(float(control.from_bits(self.ladder)[0]))
+        if candidates is not None:
+            counted = kernels.count_at_least(candidates.scores, rungs)
         else:
             counted = torch.zeros(len(rungs), dtype=torch.int64, device=rungs.device)
             for start, stop, _ in chunks(self._spans):
@@ -146,29 +180,35 @@ class _Search:
         if verdict.ladder is not None:
             self.ladder = verdict.ladder
             return
-        self.settled = True
-        self.threshold = float(control.from_bits(self.ladder)[verdict.rung])
-        self.quotas = tuple(row[verdict.rung] for row in rows)
+        passing = tuple(row[verdict.rung] for row in rows)
         if verdict.tied:
             above = [row[verdict.rung + 1] if verdict.rung + 1 < len(row) else 0 for row in rows]
-            self.quotas = control.tied_quotas(self.quotas, above, self._goal.entries)
+            passing = control.tied_quotas(passing, above, self._goal.entries)
+        self.settled = True
+        self.threshold = float(control.from_bits(self.ladder)[verdict.rung])
+        self.quotas = tuple(max(0, new - old) for new, old in zip(passing, self._passing, strict=True))
+        self._passing = tuple(old + more for old, more in zip(self._passing, self.quotas, strict=True))
 
     def picked(self) -> Tensor:
-        """This rank's proposals in the group, ascending."""
-        if self._goal.entries == 0:
-            return joined([], self._view.acc.device).indices
-        if not self._covers(self.threshold):
-            self._candidates = collect(self._score, self._view, self._spans, self.threshold)
-        assert self._candidates is not None
-        indices, scores = self._candidates
-        passed = kernels.at_least(scores, self.threshold)
-        if len(passed) > (quota := self.quotas[self._view.step.rank]):
-            passed = passed[kernels.largest(scores[passed], quota)]
-        return indices[passed]
+        """This rank's new proposals in the group, ascending: its quota, largest scores first."""
+        quota = self.quotas[self._view.step.rank]
+        if quota == 0:
+            return self._proposed[:0]
+        candidates = self._covering(self.threshold)
+        if candidates is None:
+            candidates = collect(self._score, self._view, self._spans, self.threshold)
+        passed = kernels.at_least(candidates.scores, self.threshold)
+        if len(self._proposed):
+            passed = passed[~torch.isin(candidates.indices[passed], self._proposed)]
+        if len(passed) > quota:
+            passed = passed[kernels.largest(candidates.scores[passed], quota)]
+        new = candidates.indices[passed]
+        self._proposed = torch.cat([self._proposed, new])
+        return new
 
-    def _covers(self, threshold: float) -> bool:
-        """Do the candidates include all entries that reach the threshold?"""
-        return self._candidates is not None and threshold >= self._floor
+    def _covering(self, threshold: float) -> Candidates | None:
+        """The candidates, if they include all entries that reach the threshold."""
+        return self._candidates if threshold >= self._floor else None
 
 
 def _inside(group: Span, spans: Sequence[Span]) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,6 +100,20 @@ class Proposal(NamedTuple):
     """Proposed entries of every rank; None where only the rank itself knows its number."""
     thresholds: tuple[float, ...] = ()
     """What the entries had to reach: one number, or one per group of entries; none where there is no threshold."""
+    more: Callable[[int], Awaitable[Proposal]] | None = None
+    """Proposes further entries, about so many over all ranks; alike on every rank."""
+
+
+class Agreement(NamedTuple):
+    """What all ranks know once the proposals have travelled."""
+
+    support: Indices
+    """Ascending."""
+    counts: tuple[int, ...]
+    """Proposed entries of every rank."""
+    distinct: int
+    """Proposed entries, each counted once; more than the support where that was cut."""
+    thresholds: tuple[float, ...]
 
 
 class Reduced(NamedTuple):
@@ -111,12 +126,14 @@ class Reduced(NamedTuple):
     indices: Indices
     """The support, ascending, the same on every rank."""
     mean: Tensor
-    """Mean over ranks at `indices`, at least float32."""
+    """Mean over ranks at the support, at least float32."""
     dense: Tensor
     """Mean over ranks of `View.dense`."""
     sent: Indices
     counts: tuple[int, ...]
     thresholds: tuple[float, ...]
+    distinct: int
+    """As in `Agreement`."""
 
 
 @dataclass(frozen=True, slots=True)
