@@ -85,9 +85,8 @@ class PublishedExDyna(PublishedMicro):
         super().__init__(world, numel, density)
         # The published rule ends at 32 * 1024 elements; below, blocks of any size, and as many as fit.
         self.block = numel // BLOCKS // 32 * 32 or max(1, numel // BLOCKS)
-        total = min(BLOCKS, numel // self.block)
-        self.floor = total / (4 * world)
-        self.blocks = _shared_out(total, world)
+        self.blocks = _shared_out(min(BLOCKS, numel // self.block), world)
+        self.floor = BLOCKS / (4 * world)
 
     def sizes(self) -> list[int]:
         sizes = [blocks * self.block for blocks in self.blocks]
@@ -106,18 +105,18 @@ class PublishedExDyna(PublishedMicro):
     def _move(self, counts: list[int]) -> None:
         mean = int(sum(counts) / self.world)
         worth = int(self.block * sum(counts) / self.numel)
-        for left, right in zip(range(self.world - 1), range(1, self.world), strict=True):
-            for giver, taker in ((left, right), (right, left)):
-                if _overloaded(counts[giver], counts[taker], mean) and self.blocks[giver] - 1 >= self.floor:
+        for left in range(self.world - 1):
+            for giver, taker in ((left, left + 1), (left + 1, left)):
+                if self._moves(counts[giver], counts[taker], mean) and self.blocks[giver] - 1 >= self.floor:
                     self.blocks[giver] -= 1
                     self.blocks[taker] += 1
                     counts[giver] -= worth
                     counts[taker] += worth
                     break
 
-
-def _overloaded(giver: int, taker: int, mean: int) -> bool:
-    return mean > 0 and giver / mean > 1.05 and taker / mean < 0.95238
+    @staticmethod
+    def _moves(giver: int, taker: int, mean: int) -> bool:
+        return mean > 0 and giver / mean > 1.05 and taker / mean < 0.95238
 
 
 def _shared_out(total: int, world: int) -> list[int]:

@@ -84,8 +84,9 @@ def test_thinned_keeps_a_limit_and_spreads_it_evenly(numel: int, limit: int) -> 
     assert len(kept) == min(numel, limit)
     places = ((kept - 3) // 7).tolist()
     assert torch.equal(indices[places], kept)
-    gaps = torch.tensor(places).diff()
-    assert len(gaps) == 0 or (int(gaps.min()) >= 1 and int(gaps.max() - gaps.min()) <= 1)
+    # from the beginning to the end, and over it
+    gaps = torch.tensor([*places, numel]).diff()
+    assert len(kept) == 0 or (places[0] == 0 and int(gaps.min()) >= 1 and int(gaps.max() - gaps.min()) <= 1)
 
 
 def test_thinned_leaves_a_fitting_set_alone() -> None:

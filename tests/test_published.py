@@ -157,6 +157,10 @@ def _averaged(model: DistributedDataParallel, gradient: Tensor) -> Floats:
     return flat
 
 
+def _import_everything() -> None:
+    DistributedDataParallel(Given())
+
+
 def _departures(name: str, density: float) -> tuple[int, list[tuple[int, list[str]]], bool]:
     """Steps done, those on which this rank departs from the published step and in what, and are residuals equal?"""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -175,9 +179,20 @@ def _departures(name: str, density: float) -> tuple[int, list[tuple[int, list[st
     return published.index, departures, np.array_equal(residual.numpy(), published.residual[rank])
 
 
-@both_methods
-@pytest.mark.parametrize("world", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("micro", 2),
+        ("exdyna", 2),
+        ("exdyna", 4),
+        pytest.param("micro", 4, marks=pytest.mark.slow),
+        pytest.param("micro", 7, marks=pytest.mark.slow),
+        pytest.param("exdyna", 7, marks=pytest.mark.slow),
+    ],
+)
 def test_ddp_run_is_the_published_one_at_every_step(fleets: Callable[[int], Fleet], name: str, world: int) -> None:
+    # a task of its own, because seven processes on few cores spend half of a task's time on it
+    fleets(world).run(_import_everything)
     assert fleets(world).run(_departures, name, 0.01) == [(STEPS, [], True)] * world
 
 
@@ -272,7 +287,9 @@ def _shown_sizes(pair: Pair) -> list[int]:
         ([1500, 1400, 50, 50], [256, 255, 257, 256]),
         # the block that slice 1 takes from slice 0 counts, so that it takes none from slice 2
         ([1060, 951, 1060, 929], [255, 257, 255, 257]),
-        # the same, had the first border nothing to move
+        # the block that slice 1 gives to slice 0 counts, so that it gives none to slice 2
+        ([900, 1052, 900, 1148], [257, 255, 257, 255]),
+        # slice 2 gives in both directions
         ([1050, 951, 1060, 939], [256, 257, 254, 257]),
     ],
 )
@@ -300,7 +317,7 @@ def test_partition_never_falls_under_a_quarter_of_its_fair_share(world: int, flo
 @pytest.mark.parametrize("world", [2, 4, 7])
 @pytest.mark.parametrize("numel", [1, 5, 1023, 1024, 1025, 20_000, SMALLEST - 1])
 def test_exdyna_partitions_vectors_too_short_for_its_blocks(world: int, numel: int) -> None:
-    simulation = gradsieve.Simulation(_method("exdyna", 1.0 if numel < 100 else 0.05), world, numel)
+    simulation = gradsieve.Simulation(_method("exdyna", 0.5 if numel < 100 else 0.05), world, numel)
     scale = torch.linspace(0, 0.1, numel)
     for _ in range(100):
         mean, stats = simulation.step(torch.randn(world, numel) * scale)

@@ -23,9 +23,9 @@ class _HostInstant:
 
 
 class _CudaInstant:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(device))
 
     def seconds_until(self, later: _CudaInstant) -> float:
         later._event.synchronize()
@@ -39,7 +39,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._phase: str | None = None
         self._since = self._now()
         self._laps: list[tuple[str, Instant, Instant]] = []
@@ -59,4 +59,4 @@ class Stopwatch:
         return totals
 
     def _now(self) -> Instant:
-        return _CudaInstant() if self._on_cuda else _HostInstant()
+        return _CudaInstant(self._device) if self._device.type == "cuda" else _HostInstant()

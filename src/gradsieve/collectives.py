@@ -68,7 +68,7 @@ class Collectives(ABC):
 
         Synchronises: sizes of messages and the choice of a threshold are decisions of the host.
         """
-        gathered = await self.all_gather(torch.tensor(numbers, dtype=torch.int32, device=self.device))
+        gathered = await self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
         rows: list[list[int]] = gathered.tolist()
         return rows
 
@@ -126,6 +126,10 @@ class _Offer(NamedTuple):
     operation: str
     tensor: Tensor
     source: int = 0
+
+    def __str__(self) -> str:
+        origin = f" from {self.source}" if self.operation == "broadcast" else ""
+        return f"{self.operation}{origin} of {self.tensor.dtype} {list(self.tensor.shape)}"
 
 
 class LocalCollectives(Collectives):
@@ -190,13 +194,14 @@ def _driven(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _combined(offers: Sequence[_Offer], world: int) -> Tensor:
-    kinds = {(offer.operation, offer.source) for offer in offers}
+    kinds = sorted({str(offer) for offer in offers})
     if len(kinds) != 1 or len(offers) != world:
-        arrived = ", ".join(sorted(operation for operation, _ in kinds))
-        raise RuntimeError(f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {arrived}")
-    operation, source = kinds.pop()
+        raise RuntimeError(
+            f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {', '.join(kinds)}"
+        )
+    operation, source = offers[0].operation, offers[0].source
     tensors = [offer.tensor for offer in offers]
     if operation == "broadcast":
         return tensors[source]
     stacked = torch.stack(tensors)
-    return stacked if operation == "all_gather" else stacked.sum(0)
+    return stacked if operation == "all_gather" else stacked.sum(0, dtype=stacked.dtype)

@@ -41,17 +41,21 @@ def stepped_threshold(threshold: float, support: int, target: int) -> float:
 
 
 TINY_BITS = 0x0080_0000
-"""The smallest normal float32. Entries below it count as zeros, and zeros are never searched for."""
+TINY = float(np.finfo(np.float32).tiny)
+"""The smallest normal float32. Entries below it count as zeros, and nobody asks for zeros unless for everything."""
 HUGE_BITS = 0x7F7F_FFFF
 """The largest finite float32."""
 TOLERANCE = 0.03
 """A count this near the goal, relatively, ends the search."""
+AFFORDABLE = 8
+"""Once at most so many times the goal reach a rung, they are collected, and later rounds look at them alone."""
 TIED_BITS = 64
 """Thresholds less than a hundred-thousandth apart: what lies between them is tied."""
 NUM_RUNGS = 64
 
-# Around the last threshold: steps of 0.2 to 0.4 % to +-6 %, where nearly every step of a training run finds its
-# threshold, then coarser to about -25 % (lower would let a tenth of the vector pass the first sieve) and +60 %.
+# Around the last threshold: steps of 0.2 to 0.4 % for 3 to 6 % each way, where nearly every step of a training run
+# finds its threshold; then coarser, down by 12 to 25 % (lower would let a tenth of the vector pass the first sieve) and
+# up by 33 to 50 %.
 _NEAR = np.arange(-15, 16, dtype=np.int64) << 15
 _FAR_DOWN = -(np.array([64, 44, 30, 21], dtype=np.int64) << 15)
 _FAR_UP = np.array([21, 30, 44, 64, 90, 128], dtype=np.int64) << 15
@@ -95,6 +99,8 @@ class Verdict(NamedTuple):
     tied: bool = False
     """More entries than the goal are tied at the rung: the ranks share out the goal among them."""
     ladder: Bits | None = None
+    affordable: bool = False
+    """Few enough entries reach the next ladder to collect them."""
 
 
 def narrow(ladder: Bits, totals: Sequence[int], goal: int, limit: int) -> Verdict:
@@ -111,7 +117,8 @@ def narrow(ladder: Bits, totals: Sequence[int], goal: int, limit: int) -> Verdic
         return Verdict(0)  # fewer entries than the goal are not zero: take them all
     if high - low <= TIED_BITS and lower >= 0:
         return Verdict(lower, tied=True)
-    return Verdict(lower, ladder=ladder_between(low, high))
+    affordable = lower >= 0 and totals[lower] <= AFFORDABLE * goal
+    return Verdict(lower, ladder=ladder_between(low, high), affordable=affordable)
 
 
 def tied_quotas(at_rung: Sequence[int], above_rung: Sequence[int], goal: int) -> tuple[int, ...]:
@@ -126,14 +133,20 @@ def tied_quotas(at_rung: Sequence[int], above_rung: Sequence[int], goal: int) ->
     return tuple(above + more for above, more in zip(above_rung, extra, strict=True))
 
 
-def dithered_share(density: float, start: int, stop: int, step: int) -> int:
+def dithered_share(target: int, numel: int, start: int, stop: int, step: int) -> int:
     """The whole number of entries that `start:stop` is worth; over steps it averages to the exact share.
 
-    Over a partition of the vector the shares add up to the target, give or take one. The phase moves by the
-    golden ratio, so that a tensor worth less than one entry still gets its turn.
+    Over a partition of the vector the shares add up to the target. The phase moves by the golden ratio, so that a
+    tensor worth less than one entry still gets its turn.
     """
-    phase = (step * 0.6180339887498949) % 1
-    return int(density * stop + phase) - int(density * start + phase)
+    phase = step * _GOLDEN % _ONE
+    worth = [(target * border * _ONE + phase * numel) // (numel * _ONE) for border in (start, stop)]
+    return worth[1] - worth[0]
+
+
+_ONE = 1 << 32
+_GOLDEN = 2654435769
+"""The golden ratio's fraction, in parts of `_ONE`."""
 
 
 # SIDCo: the ratio each stage but the last keeps, how often the number of stages is looked at, and the band of
@@ -144,10 +157,14 @@ STAGE_LOW, STAGE_HIGH = 0.8, 1.2
 
 
 def next_stages(stages: int, ratio: float, density: float) -> int:
-    """SIDCo's number of stages from the actual over the asked number of entries."""
+    """SIDCo's number of stages from the actual over the asked number of entries.
+
+    Accumulated gradients have lighter tails than an exponential, so that a fit to all of them asks too much of the
+    largest: too few entries call for one more stage, too many for one less.
+    """
     most = 1 + int(math.log(density) / math.log(STAGE_RATIO))
-    if ratio > STAGE_HIGH:
-        return min(stages + 1, most)
     if ratio < STAGE_LOW:
+        return min(stages + 1, most)
+    if ratio > STAGE_HIGH:
         return max(stages - 1, 1)
     return stages

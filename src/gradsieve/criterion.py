@@ -187,7 +187,7 @@ class Above(Criterion):
         found = view.found
         if threshold is None:
             scores = torch.cat([Magnitude()(view, start, stop) for start, stop, _ in view.territory.spans])
-            threshold = self.rule.late(state, view.step, scores)
+            threshold = max(control.TINY, self.rule.late(state, view.step, scores))
             found = (collect(Magnitude(), view, view.territory.spans, threshold),)
         candidates = joined(found, view.acc.device)
         return Proposal(self._bounded(candidates, view), None, (threshold,))

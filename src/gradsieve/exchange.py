@@ -93,14 +93,15 @@ class SteeredUnion(Union):
 
     async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
         agreement = await super().agree(step, proposal, collectives)
-        gain = 1.0
+        # new entries per proposal
+        gain = agreement.distinct / sum(agreement.counts) if agreement.distinct else 1.0
         while proposal.more is not None and agreement.distinct < (1 - self.tolerance) * step.target:
             proposal = await proposal.more(math.ceil((step.target - agreement.distinct) / gain))
             more = await super().agree(step, proposal, collectives)
             if not sum(more.counts):
                 break  # nothing is left but zeros
             extended = _extended(agreement, more)
-            # new entries per further proposal; each can be proposed by every proposer at most
+            # at the least, every proposer proposes the same
             new = extended.distinct - agreement.distinct
             gain = max(new / sum(more.counts), 1 / len(step.proposers))
             agreement = extended

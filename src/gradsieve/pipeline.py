@@ -146,7 +146,7 @@ class PendingStats:
             target=step.target,
             support=self._support,
             density=self._support / step.numel if step.numel else 0.0,
-            threshold=statistics.median(self._thresholds) if self._thresholds else None,
+            threshold=_typical(self._thresholds),
             counts=self._counts,
             imbalance=imbalance(self._counts),
             wire_bytes=self._wire_bytes,
@@ -155,6 +155,13 @@ class PendingStats:
             select_seconds=seconds.get("select", 0.0),
             exchange_seconds=seconds.get("exchange", 0.0),
         )
+
+
+def _typical(thresholds: Sequence[float]) -> float | None:
+    """The median, tensors without a share in this step left out."""
+    if not thresholds:
+        return None
+    return statistics.median([threshold for threshold in thresholds if threshold] or thresholds)
 
 
 def imbalance(counts: Sequence[int]) -> float:

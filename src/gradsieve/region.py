@@ -127,7 +127,7 @@ class SteppingBlocks(Region):
         blocks = list(state.num_blocks)
         counts = [reduced.counts[(partition - step.index) % world] for partition in range(world)]
         carried = self.block_size(step.numel) * total // step.numel
-        fewest = self.smallest_share * self.num_blocks / world
+        fewest = self.smallest_share * sum(blocks) / world
         for left in range(world - 1):
             move = self._move(counts, left, mean)
             if move is not None and blocks[move[0]] - 1 >= fewest:
@@ -159,7 +159,7 @@ class BalancedBlocks(Region):
     """
 
     num_blocks: int = 1024
-    memory: int = 8
+    memory: int = 3
     """The running mean forgets over about this many steps."""
     fixed_point: int = 1 << 16
     uniform_share: int = 64
@@ -234,6 +234,8 @@ def norm_shares(sizes: Sequence[int], norms: Sequence[float], target: int) -> li
 
     What a piece cannot take for its size goes to the smaller ones; what those cannot take, to whoever has room.
     """
+    # an overflow in one piece must not stop the step
+    norms = [min(torch.finfo(torch.float32).max, norm) for norm in norms]
     shares = [0] * len(sizes)
     order = sorted(range(len(sizes)), key=lambda piece: (-norms[piece], piece))
     room, norm_left = target, sum(norms)

@@ -54,11 +54,13 @@ class Residual:
     @contextmanager
     def keeping(self, spans: Sequence[Span]) -> Iterator[None]:
         """Put these spans back afterwards as they were."""
-        kept = [(vector[span.start : span.stop], vector[span.start : span.stop].clone())
-                for vector in self._vectors() for span in spans]  # fmt: skip
-        yield
-        for part, saved in kept:
-            part.copy_(saved)
+        parts = [vector[span.start : span.stop] for vector in self._vectors() for span in spans]
+        kept = [part.clone() for part in parts]
+        try:
+            yield
+        finally:
+            for part, saved in zip(parts, kept, strict=True):
+                part.copy_(saved)
 
     def _vectors(self) -> list[Tensor]:
         return [self.acc] if self.velocity is None else [self.acc, self.velocity]

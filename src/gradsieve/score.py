@@ -13,8 +13,9 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.types import Candidates, Span, View
 
-CHUNK = 1 << 22
-"""Scores are made for so many entries at a time, so that no second vector of the model's size is."""
+CHUNK = 1 << 20
+"""Scores are made for so many entries at a time: they stay in the cache, and no second model's worth of memory is
+taken."""
 
 
 class Score(Protocol):
@@ -53,7 +54,8 @@ class Importance:
             part = Span(low, high).cut(start, stop)
             if part.stop > part.start:
                 own = view.weights.flat[part.start : part.stop].float().abs()
-                scores[part.start - start : part.stop - start] /= own + self.eps * view.weights.scales[tensor]
+                size = own + self.eps * view.weights.scales[tensor]
+                scores[part.start - start : part.stop - start] /= size.clamp_min_(torch.finfo(size.dtype).tiny)
         if self.stochastic:
             key = hash((view.step.seed, view.step.index, view.step.rank))
             scores /= kernels.uniform(start, stop, key, scores.device)

@@ -66,8 +66,9 @@ class Searched(Criterion):
             _Search(self.score, view, _inside(whole, spans), self._goal(state, whole, view.step), last)
             for whole, last in zip(self._groups(view.step.setup), state.thresholds, strict=True)
         ]
-        for group, search in enumerate(searches):
-            search.take([part[group] for part in view.found if group in part])
+        for group, (search, last) in enumerate(zip(searches, state.thresholds, strict=True)):
+            if last:
+                search.take([part[group] for part in view.found if group in part], control.lowest_rung(last))
         return await self._proposal(searches, collectives)
 
     async def _proposal(self, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
@@ -98,13 +99,15 @@ class Searched(Criterion):
         return SearchState(thresholds, overlap)
 
     def _groups(self, setup: Setup) -> list[Span]:
-        return [Span(*pair) for pair in pairwise(setup.bounds)] if self.per_layer else [Span(0, setup.numel)]
+        if self.per_layer and len(setup.bounds) > 1:
+            return [Span(*pair) for pair in pairwise(setup.bounds)]
+        return [Span(0, setup.numel)]
 
     def _goal(self, state: SearchState, group: Span, step: Step) -> _Goal:
         size, num_lookers = group.stop - group.start, len(step.proposers) if self.overlapping else 1
         target = step.target
         if self.per_layer and size:
-            target = control.dithered_share(step.target / step.numel, group.start, group.stop, step.index)
+            target = control.dithered_share(step.target, step.numel, group.start, group.stop, step.index)
         if target >= size:
             return _Goal(size * num_lookers, size * num_lookers, everything=True)
         entries = min(round(target / state.overlap), size * num_lookers)
@@ -130,8 +133,9 @@ class _Search:
         self._view = view
         self._spans = spans
         self._goal = goal
-        self._candidates: Candidates | None = None
-        self._floor = control.lowest_rung(last) if last else 0.0
+        self._candidates = joined([], view.acc.device)
+        self._floor = math.inf
+        """The candidates are all entries that reach this."""
         self._proposed = torch.empty(0, dtype=torch.int64, device=view.acc.device)
         self._passing = (0,) * view.step.world
         self.ladder = control.everything() if goal.everything else control.first_ladder(last)
@@ -145,10 +149,9 @@ class _Search:
         """Over all ranks, how many are let through."""
         return sum(self._passing)
 
-    def take(self, found: Sequence[Candidates]) -> None:
-        """Candidates that a scan during backward has found already."""
-        if found:
-            self._candidates = joined(found, self._view.acc.device)
+    def take(self, found: Sequence[Candidates], floor: float) -> None:
+        """Candidates that scans during backward have found already: all that reach `floor`."""
+        self._candidates, self._floor = joined(found, self._view.acc.device), floor
 
     def widen(self, factor: float) -> None:
         """Go on searching: let more entries through."""
@@ -161,9 +164,8 @@ class _Search:
     def counts(self) -> list[int]:
         """This rank's entries at or above each rung."""
         rungs = torch.from_numpy(control.from_bits(self.ladder)).to(self._view.acc.device)
-        candidates = self._covering(float(control.from_bits(self.ladder)[0]))
-        if candidates is not None:
-            counted = kernels.count_at_least(candidates.scores, rungs)
+        if self._covers(self._lowest):
+            counted = kernels.count_at_least(self._candidates.scores, rungs)
         else:
             counted = torch.zeros(len(rungs), dtype=torch.int64, device=rungs.device)
             for start, stop, _ in chunks(self._spans):
@@ -179,6 +181,8 @@ class _Search:
             verdict = control.narrow(self.ladder, totals, self._goal.entries, self._goal.limit)
         if verdict.ladder is not None:
             self.ladder = verdict.ladder
+            if verdict.affordable:
+                self._collect(self._lowest)
             return
         passing = tuple(row[verdict.rung] for row in rows)
         if verdict.tied:
@@ -194,21 +198,28 @@ class _Search:
         quota = self.quotas[self._view.step.rank]
         if quota == 0:
             return self._proposed[:0]
-        candidates = self._covering(self.threshold)
-        if candidates is None:
-            candidates = collect(self._score, self._view, self._spans, self.threshold)
-        passed = kernels.at_least(candidates.scores, self.threshold)
+        self._collect(self.threshold)
+        indices, scores = self._candidates
+        passed = kernels.at_least(scores, self.threshold)
         if len(self._proposed):
-            passed = passed[~torch.isin(candidates.indices[passed], self._proposed)]
+            passed = passed[~torch.isin(indices[passed], self._proposed)]
         if len(passed) > quota:
-            passed = passed[kernels.largest(candidates.scores[passed], quota)]
-        new = candidates.indices[passed]
-        self._proposed = torch.cat([self._proposed, new])
-        return new
+            passed = passed[kernels.largest(scores[passed], quota)]
+        self._proposed = torch.cat([self._proposed, indices[passed]])
+        return indices[passed]
 
-    def _covering(self, threshold: float) -> Candidates | None:
-        """The candidates, if they include all entries that reach the threshold."""
-        return self._candidates if threshold >= self._floor else None
+    @property
+    def _lowest(self) -> float:
+        return float(control.from_bits(self.ladder)[0])
+
+    def _covers(self, threshold: float) -> bool:
+        """Do the candidates include all entries that reach the threshold?"""
+        return threshold >= self._floor
+
+    def _collect(self, threshold: float) -> None:
+        if not self._covers(threshold):
+            self._candidates = collect(self._score, self._view, self._spans, threshold)
+            self._floor = threshold
 
 
 def _inside(group: Span, spans: Sequence[Span]) -> list[Span]:

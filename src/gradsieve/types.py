@@ -148,7 +148,8 @@ class StepStats:
     density: float
     """`support / numel`: the actual density."""
     threshold: float | None
-    """The threshold applied in this step (the median, where tensors have their own); None for methods without."""
+    """The threshold applied in this step: the median, where tensors have their own; this rank's, where ranks have
+    (`sidco`, `dgc`); None for methods without."""
     counts: tuple[int, ...]
     """Proposed entries by rank."""
     imbalance: float

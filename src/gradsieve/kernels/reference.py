@@ -15,16 +15,23 @@ from gradsieve.control import STAGE_RATIO
 
 
 def at_least(scores: Tensor, threshold: float) -> Tensor:
-    """Positions whose score reaches the threshold."""
-    mask = scores >= threshold
-    if mask.device.type == "cpu":
+    """Positions whose score reaches the threshold.
+
+    What is not a number reaches every threshold: it travels at once, and shows as it would in plain DDP.
+    """
+    missed = scores < threshold
+    if scores.device.type == "cpu":
         # numpy's scan of a mask is four times as fast as torch.nonzero
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().flatten()
+        return torch.from_numpy(np.flatnonzero(~missed.numpy()))
+    return missed.logical_not_().nonzero().flatten()
 
 
 def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
-    """Number of scores that reach each of the ascending `rungs`."""
+    """Number of scores that reach each of the ascending `rungs`, in the sense of `at_least`."""
+    if scores.device.type == "cpu":
+        # comparing with every rung is four times as fast as torch.bucketize, which searches for each score
+        values = scores.numpy()
+        return torch.tensor([len(values) - np.count_nonzero(values < rung) for rung in rungs.numpy()])
     num_reached = torch.bucketize(scores, rungs, right=True, out_int32=True)
     by_number = torch.bincount(num_reached, minlength=len(rungs) + 1)
     return by_number.flip(0).cumsum(0).flip(0)[1:]
@@ -62,8 +69,8 @@ def uniform(start: int, stop: int, key: int, device: torch.device) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & mask
     x = x ^ (x >> 16)
-    # 24 bits, so that the number is exact in float32 and never 0 or 1
-    return ((x >> 8).float() + 0.5) / (1 << 24)
+    # 23 bits and a half, so that the number is exact in float32 and never 0 or 1
+    return ((x >> 9).float() + 0.5) / (1 << 23)
 
 
 def exponential_threshold(scores: Tensor, target: int, stages: int) -> float:
