@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test test-slow test-gpu check format clean
+.PHONY: setup demo test test-slow test-gpu check format clean
 
 setup: .venv/installed  ## make .venv and install what the checks and tests need
 
@@ -10,10 +10,13 @@ setup: .venv/installed  ## make .venv and install what the checks and tests need
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+demo: setup  ## train over four real processes with several methods, and compare them
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/ddp.py
+
 test: setup  ## every test but the slow and the GPU ones
 	$(BIN)/pytest -m "not slow and not gpu"
 
-test-slow: setup  ## the full matrices: half an hour on two cores
+test-slow: setup  ## the full matrices: most of an hour on two cores
 	$(BIN)/pytest -m slow
 
 test-gpu:  ## on a machine with CUDA, in an environment of your own

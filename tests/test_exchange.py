@@ -15,7 +15,8 @@ from gradsieve.region import even_borders
 from gradsieve.types import ALL, Proposal
 from ranks import Message, Moment, Recording, positions, recorders, reduce, same_outcome
 
-INDEX_BYTES = VALUE_BYTES = COUNT_BYTES = 4
+INDEX_BYTES = VALUE_BYTES = 4
+COUNT_BYTES = 8
 
 
 @pytest.fixture
