@@ -42,7 +42,7 @@ def _trained(
     return means, {key: residual.cpu() for key, residual in sieve.residuals().items()}, sieve.stats
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], Fleet]) -> None:
     trace = gradsieve.simulate(make(name), stacked_gradients(STEPS, world), parameters=flat_parameters(), shapes=SHAPES)

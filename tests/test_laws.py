@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -160,6 +161,40 @@ def test_tied_gradients_are_all_sent_in_time(variant: str) -> None:
     assert all(stats.support <= 2 * stats.target for stats in trace.stats)
     assert all(stats.support > 0 for stats in trace.stats)
     assert (trace.mean.sum(0) > 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_not_finite_stops_no_step(variant: str, bad: float) -> None:
+    """It is not filtered: ranks stay together, and the density holds as ever."""
+    given = gradients(4, 3, 999)
+    given[0, 1, 5] = bad
+    for _, (first, *others), _ in steps_of(variant, 0.05, given):
+        assert all(torch.equal(spread(first, 999) != 0, spread(other, 999) != 0) for other in others)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("variant", ["topk", "micro", "exdyna", "union", "cltk", "deft", "hard_threshold"])
+def test_what_is_not_finite_is_sent_within_a_round_and_not_kept(variant: str, bad: float) -> None:
+    given = gradients(4, 3, 999)
+    given[0, 1, 5] = bad
+    trace = gradsieve.simulate(make(variant, 0.05), given, shapes=layers_of(999))
+    assert not trace.mean[:, 5].isfinite().all()
+    assert trace.residual.isfinite().all()
+
+
+def imbalances(method: Method, seed: int) -> list[float]:
+    """Twenty layers whose scales differ by a log-normal factor, eight workers, fifty steps."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(20, generator=generator)).repeat_interleave(15_000)
+    simulation = Simulation(method, world=8, numel=300_000)
+    return [simulation.step(torch.randn(8, 300_000, generator=generator) * scale)[1].imbalance for _ in range(50)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_adaptive_blocks_balance_where_the_published_rule_is_slow(seed: int) -> None:
+    assert statistics.median(imbalances(gradsieve.exdyna(), seed)[-10:]) < 0.15
+    assert statistics.median(imbalances(gradsieve.exdyna(blocks="paper"), seed)[-10:]) > 0.26
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -159,8 +159,8 @@ def test_collect_of_no_span_finds_nothing(spans: list[Span]) -> None:
 
 def test_joined_orders_stretches_by_index_and_keeps_scores_with_them() -> None:
     # backward finishes the last layers first
-    late = Candidates(torch.tensor([40, 41, 47]), torch.tensor([0.1, 0.2, 0.3]))
-    early = Candidates(torch.tensor([3, 9]), torch.tensor([0.4, 0.5]))
+    late = Candidates(torch.tensor([40, 41, 47]), torch.tensor([0.1, 0.2, 0.3]), start=38)
+    early = Candidates(torch.tensor([3, 9]), torch.tensor([0.4, 0.5]), start=2)
     candidates = joined([late, early], CPU)
     assert candidates.indices.tolist() == [3, 9, 40, 41, 47]
     torch.testing.assert_close(candidates.scores, torch.tensor([0.4, 0.5, 0.1, 0.2, 0.3]))

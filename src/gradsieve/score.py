@@ -75,18 +75,15 @@ def collect(score: Score, view: View, spans: Sequence[Span], threshold: float) -
     for start, stop, _ in chunks(spans):
         scores = score(view, start, stop)
         positions = kernels.at_least(scores, threshold)
-        found.append(Candidates(positions + start, scores[positions]))
+        found.append(Candidates(positions + start, scores[positions], start))
     return joined(found, view.acc.device)
 
 
 def joined(found: Sequence[Candidates], device: torch.device) -> Candidates:
-    """One set of candidates, ascending."""
+    """The candidates of several stretches, which backward may finish in any order."""
     if not found:
-        return Candidates(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device))
-    if len(found) == 1:
-        return found[0]
-    indices = torch.cat([part.indices for part in found])
-    scores = torch.cat([part.scores for part in found])
-    # stretches come in the order in which backward finishes them
-    order = indices.argsort()
-    return Candidates(indices[order], scores[order])
+        return Candidates(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), 0)
+    stretches = sorted(found, key=lambda part: part.start)
+    indices = torch.cat([part.indices for part in stretches])
+    scores = torch.cat([part.scores for part in stretches])
+    return Candidates(indices, scores, stretches[0].start)

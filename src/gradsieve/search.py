@@ -199,7 +199,7 @@ class _Search:
         if quota == 0:
             return self._proposed[:0]
         self._collect(self.threshold)
-        indices, scores = self._candidates
+        indices, scores, _ = self._candidates
         passed = kernels.at_least(scores, self.threshold)
         if len(self._proposed):
             passed = passed[~torch.isin(indices[passed], self._proposed)]

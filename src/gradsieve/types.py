@@ -86,10 +86,12 @@ class View:
 
 
 class Candidates(NamedTuple):
-    """Positions that may be proposed, and the scores that decide it."""
+    """Positions that may be proposed, ascending, and the scores that decide it."""
 
     indices: Tensor
     scores: Tensor
+    start: int
+    """Where the stretch begins that they were found in."""
 
 
 class Proposal(NamedTuple):
