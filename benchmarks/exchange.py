@@ -15,7 +15,6 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve import METHODS, Method, Sieve
+from gradsieve import Method, Sieve
 
 
 class Given(nn.Module):
@@ -45,21 +44,20 @@ def gradients_of(model: Given, generator: torch.Generator) -> list[Tensor]:
     return [torch.randn(w.shape, generator=generator) * s for w, s in zip(model.weights, scales, strict=True)]
 
 
-def measured(make: Callable[[], Method | None], num_parameters: int, steps: int) -> dict[str, object]:
+def measured(method: Method | None, num_parameters: int, steps: int) -> dict[str, object]:
     """The seconds of the second half of the steps (the first half settles), and the last step's bytes."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     module = Given(num_parameters)
     model = DistributedDataParallel(module, bucket_cap_mb=25)
-    method = make()
     sieve: Sieve | None = None if method is None else gradsieve.sparsify(model, method)
     seconds = []
     for _ in range(steps):
         gradients = gradients_of(module, generator)
         model.zero_grad(set_to_none=True)
-        loss = model(gradients)
+        loss: Tensor = model(gradients)
         dist.barrier()
         start = time.perf_counter()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         seconds.append(time.perf_counter() - start)
     return summary(seconds[steps // 2 :], sieve, 4 * sum(p.numel() for p in module.parameters()))
 
@@ -104,10 +102,10 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rows = {"plain DDP": measured(lambda: None, arguments.parameters, arguments.steps)}
+    rows = {"plain DDP": measured(None, arguments.parameters, arguments.steps)}
     for name in arguments.methods:
         options = {} if name == "dense" else {"density": arguments.density}
-        rows[name] = measured(lambda n=name, o=options: METHODS[n](**o), arguments.parameters, arguments.steps)  # type: ignore[misc]
+        rows[name] = measured(gradsieve.method(name, **options), arguments.parameters, arguments.steps)
     if dist.get_rank() == 0:
         print(json.dumps({"provenance": provenance(arguments), "rows": rows}, indent=1))
     dist.destroy_process_group()

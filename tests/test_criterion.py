@@ -37,8 +37,8 @@ def _generator(seed: int = 0) -> torch.Generator:
 
 def _reduced(support: int, counts: tuple[int, ...]) -> Reduced:
     """An outcome of which only the sizes matter."""
-    indices, nothing = torch.arange(support), torch.empty(0)
-    return Reduced(indices, nothing, nothing, indices, counts, (), distinct=support)
+    indices = torch.arange(support)
+    return Reduced(indices, torch.ones(support), torch.empty(0), indices, counts, (), distinct=support)
 
 
 # Small whole numbers: ties are everywhere, and so are zeros.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+import toys
 from fleet import Fleet
 from gradsieve import METHODS, Method, StepStats
 from gradsieve.collectives import GroupCollectives
@@ -30,8 +31,8 @@ DENSITY = 0.05
 ERROR_FEEDBACK = [name for name in METHODS if name != "dense"]
 
 
-def make(name: str, **options: Any) -> Method:
-    return gradsieve.method(name, **({} if name == "dense" else {"density": DENSITY}), **options)
+def make(variant: str) -> Method:
+    return toys.make(variant, DENSITY)
 
 
 def _trained(
@@ -43,14 +44,18 @@ def _trained(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", toys.VARIANTS)
 def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], Fleet]) -> None:
     trace = gradsieve.simulate(make(name), stacked_gradients(STEPS, world), parameters=flat_parameters(), shapes=SHAPES)
     ranks = fleets(world).run(_trained, name, {})
     for rank, (means, residuals, stats) in enumerate(ranks):
         torch.testing.assert_close(torch.stack(means), trace.mean, rtol=1e-5, atol=1e-6)
         assert torch.equal(torch.stack(means) != 0, trace.mean != 0)
-        assert torch.equal(flat(list(residuals.values())), trace.residual[rank])
+        # a norm is not summed in the same order, so what is clipped by it agrees to rounding
+        rounding = 1e-6 if name == "dgc-clipped" else 0.0
+        torch.testing.assert_close(
+            flat(list(residuals.values())), trace.residual[rank], rtol=10 * rounding, atol=rounding
+        )
         assert stats is not None
         assert stats.counts == trace.stats[-1].counts
         assert stats.support == trace.stats[-1].support

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gradsieve
-from gradsieve import METHODS, Method, Simulation
+from gradsieve import Method, Simulation
 from gradsieve.collectives import lockstep
 from gradsieve.types import Reduced
+from toys import VARIANTS, make
 
 WORLDS = [1, 2, 3, 5]
 SIZES = [0, 1, 3, 31, 1023, 40_000]
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in METHODS} | {
-    "micro-paper": ("micro", {"control": "paper"}),
-    "exdyna-paper": ("exdyna", {"control": "paper"}),
-    "exdyna-paper-blocks": ("exdyna", {"blocks": "paper"}),
-    "exdyna-paper-control": ("exdyna", {"control": "paper", "blocks": "adaptive"}),
-    "iwp-per-layer": ("iwp", {"per_layer": True}),
-    "iwp-stochastic": ("iwp", {"stochastic": True}),
-    "iwp-momentum": ("iwp", {"momentum": 0.9}),
-    "dgc-clipped": ("dgc", {"clip": 1.0, "warmup_steps": 4}),
-    "union-tight": ("union", {"ceiling": 1.0}),
-}
-
-
-def make(variant: str, density: float) -> Method:
-    name, options = VARIANTS[variant]
-    return gradsieve.method(name, **({} if name == "dense" else {"density": density}), **options)
 
 
 def layers_of(numel: int) -> list[int]:

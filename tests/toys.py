@@ -12,10 +12,30 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve import Method, Sieve
+from gradsieve import METHODS, Method, Sieve
 
 SHAPES = ((40, 30), (30,), (7, 5, 3), (0, 4), (1, 1), (90, 11), (11,))
 """Matrices, vectors, an empty and a one-element parameter; about 2,300 entries."""
+
+
+# every method as it comes, and with options that change what it does
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in METHODS} | {
+    "micro-paper": ("micro", {"control": "paper"}),
+    "exdyna-paper": ("exdyna", {"control": "paper"}),
+    "exdyna-paper-blocks": ("exdyna", {"blocks": "paper"}),
+    "exdyna-paper-control": ("exdyna", {"control": "paper", "blocks": "adaptive"}),
+    "iwp-per-layer": ("iwp", {"per_layer": True}),
+    "iwp-stochastic": ("iwp", {"stochastic": True}),
+    "iwp-momentum": ("iwp", {"momentum": 0.9}),
+    "dgc-clipped": ("dgc", {"clip": 1.0, "warmup_steps": 4}),
+    "union-tight": ("union", {"ceiling": 1.0}),
+}
+
+
+def make(variant: str, density: float) -> Method:
+    """A method by its name or the name of one of its variants."""
+    name, options = VARIANTS[variant]
+    return gradsieve.method(name, **({} if name == "dense" else {"density": density}), **options)
 
 
 class Chosen(nn.Module):

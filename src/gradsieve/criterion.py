@@ -120,8 +120,7 @@ class Stepped(Rule):
         return state.threshold or control.initial_threshold(step.target)
 
     def observe(self, state: Stepping, step: Step, reduced: Reduced) -> Stepping:
-        support = support_size(reduced, step)
-        return Stepping(control.stepped_threshold(self.early(state, step), support, step.target))
+        return Stepping(control.stepped_threshold(self.early(state, step), reduced.support, step.target))
 
 
 class Stages(NamedTuple):
@@ -156,10 +155,6 @@ class Sampled(Rule):
 
     def late(self, state: Any, step: Step, scores: Tensor) -> float:
         return kernels.sampled_threshold(scores, step.target, self.fraction, offset=step.seed + step.index)
-
-
-def support_size(reduced: Reduced, step: Step) -> int:
-    return len(reduced.indices) if isinstance(reduced.indices, Tensor) else step.numel
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import Collectives
-from gradsieve.criterion import support_size
-from gradsieve.methods import Method
+from gradsieve.methods import Method, check_whole
 from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
 from gradsieve.weights import Weights
@@ -52,6 +51,7 @@ class Worker:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         method.proposers.check(setup.world)
+        check_whole("seed", seed, at_least=0)
         self.method = method
         self.setup = setup
         self.collectives = collectives
@@ -130,7 +130,7 @@ class PendingStats:
 
     def __init__(self, step: Step, reduced: Reduced, collectives: Collectives) -> None:
         self._step = step
-        self._support = support_size(reduced, step)
+        self._support = reduced.support
         self._counts = reduced.counts
         self._thresholds = reduced.thresholds
         self._dense_numel = len(reduced.dense)

@@ -193,7 +193,7 @@ class BalancedBlocks(Region):
         if not isinstance(reduced.indices, Tensor):
             return state
         blocks = reduced.indices // self.block_size(step.numel)
-        yielded = torch.bincount(blocks, minlength=self.num_blocks).cpu() * self.fixed_point
+        yielded = torch.bincount(blocks, minlength=self.num_blocks).to(state.loads.device) * self.fixed_point
         if not state.loads.any():
             return Loads(yielded)
         return Loads(state.loads + (yielded - state.loads) // self.memory)

@@ -137,6 +137,11 @@ class Reduced(NamedTuple):
     distinct: int
     """As in `Agreement`."""
 
+    @property
+    def support(self) -> int:
+        """Entries exchanged."""
+        return len(self.mean)
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
