@@ -189,6 +189,23 @@ def test_residual_of_a_parameter_that_no_rank_used_waits(ddp: dict[str, Any], fl
         assert torch.equal(rank["before"], rank["after"])
 
 
+def _unused_after_pause() -> tuple[Tensor, Tensor]:
+    """Parameter 0 is used while paused, and by no rank in the first step afterwards."""
+    model, sieve = sparsified(make("micro"), ddp={"find_unused_parameters": True})
+    averaged(model, 3)
+    before = sieve.residuals()["weights.0"]
+    sieve.pause()
+    averaged(model, 1, first=3)
+    sieve.resume()
+    backward(model, [None, *gradients_of(dist.get_rank(), 4)[1:]])
+    return before, sieve.residuals()["weights.0"]
+
+
+def test_what_was_used_while_paused_does_not_count_afterwards(fleet2: Fleet) -> None:
+    for before, after in fleet2.run(_unused_after_pause):
+        assert torch.equal(before, after)
+
+
 def test_parameter_used_by_one_rank_is_averaged_over_all(fleet2: Fleet) -> None:
     ranks = fleet2.run(_with_unused, {"find_unused_parameters": True}, (1,))
     before = sum(rank["before"] for rank in ranks) + ranks[1]["given"]
@@ -296,9 +313,9 @@ def _state_errors(folder: str) -> list[str]:
     other = {"weights.0": torch.zeros(3, 3)}
     damaged = [{"rank": 9}, {"world": 5}, {"method": "topk(density=0.1)"}, {"version": 0}, {"residuals": other}]
     messages = []
-    for damage in damaged:
+    for state in [*(good | damage for damage in damaged), {"rank": 0}]:
         with pytest.raises(ValueError, match="this state") as caught:
-            sieve.load_state_dict(good | damage)
+            sieve.load_state_dict(state)
         messages.append(str(caught.value))
     return messages
 
@@ -310,6 +327,7 @@ def test_state_is_saved_safely_and_refused_where_it_does_not_belong(fleet2: Flee
         assert "topk(density=0.1)" in messages[2]
         assert "version 0" in messages[3]
         assert "'weights.0'" in messages[4]
+        assert "lacks learned, residuals, velocities" in messages[5]
 
 
 def _handed_over(name: str) -> tuple[int, int]:
@@ -349,6 +367,22 @@ def _handed_over(name: str) -> tuple[int, int]:
 def test_wire_bytes_are_what_collectives_were_handed(name: str, fleet3: Fleet) -> None:
     for counted, watched in fleet3.run(_handed_over, name):
         assert counted == watched > 0
+
+
+def _double_precision() -> tuple[Tensor, Tensor]:
+    model = DistributedDataParallel(Chosen(dtype=torch.float64))
+    gradsieve.sparsify(model, gradsieve.topk(density=1.0), residual_dtype=torch.float64)
+    plain = DistributedDataParallel(Chosen(dtype=torch.float64))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    given = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    ours, expected = ([mean for mean in backward(m, given) if mean is not None] for m in (model, plain))
+    return flat(ours), flat(expected)
+
+
+def test_double_precision_is_kept_where_it_is_asked_for(fleet2: Fleet) -> None:
+    """Excluded parameters included."""
+    for ours, expected in fleet2.run(_double_precision):
+        torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-15)
 
 
 def _channels_last() -> tuple[Tensor, Tensor, bool]:

@@ -24,7 +24,10 @@ from gradsieve.types import ALL, Candidates, Proposal, Reduced, Setup, Span, Ste
 class Criterion:
     """A rule for what to take."""
 
-    needs_weights = False
+    @property
+    def needs_weights(self) -> bool:
+        """Does it look at the parameters, too?"""
+        return False
 
     def start(self, setup: Setup) -> Any:
         return NoState()

@@ -159,6 +159,8 @@ class Sieve:
         if bucket.index() == 0:
             self._begin()
         if self._dense_step:
+            if bucket.is_last() and self._used is not None:
+                self._used.clear()
             return allreduce_hook(self._group, bucket)
         self._take(bucket)
         if bucket.is_last():
@@ -205,7 +207,8 @@ class Sieve:
 
     def _dense_message(self) -> Tensor:
         """The excluded gradients and, where parameters may go unused, a flag for each sparsified one."""
-        message = self._worker.residual.acc.new_zeros(self._layout.dense_numel, dtype=torch.float32)
+        acc = self._worker.residual.acc
+        message = acc.new_zeros(self._layout.dense_numel, dtype=torch.promote_types(acc.dtype, torch.float32))
         for slot, gradient in self._gradients:
             if not slot.sparse:
                 message[slot.start : slot.stop] = gradient
@@ -228,6 +231,9 @@ class Sieve:
             slot.parameter.register_hook(_noting(used, slot.parameter))  # type: ignore[no-untyped-call]
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = sorted({"learned", "residuals", "velocities"} - state.keys())
+        if missing:
+            raise ValueError(f"this state lacks {', '.join(missing)}: give what Sieve.state_dict() returned, whole")
         expected = {
             "version": STATE_VERSION,
             "rank": self._worker.collectives.rank,

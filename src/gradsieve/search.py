@@ -44,7 +44,7 @@ class Searched(Criterion):
     """A threshold for each tensor, in place of one for the model."""
 
     @property
-    def needs_weights(self) -> bool:  # type: ignore[override]
+    def needs_weights(self) -> bool:
         return self.score.needs_weights
 
     def start(self, setup: Setup) -> SearchState:
