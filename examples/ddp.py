@@ -9,7 +9,7 @@ that a rank hands over in a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ WARMUP_EPOCHS = 1
 PEAK_RATE = 0.1
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     inputs: Tensor
     labels: Tensor
 

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fleet import Fleet
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _ddp_lines() -> list[str]:
+    example = load("ddp")
+    example.NUM_EPOCHS = 2
+    data = example.make_data(512, seed=2).shard(dist.get_rank(), dist.get_world_size())
+    held_out = example.make_data(256, seed=3)
+    return [example.report(method, *example.train(method, data), held_out) for method in example.METHODS]
+
+
+def test_the_ddp_example_trains_with_every_method_it_names(fleet2: Fleet) -> None:
+    first, second = fleet2.run(_ddp_lines)
+    assert first == second
+    assert [line.split()[0] for line in first] == ["dense", "topk", "micro", "exdyna", "union"]
