@@ -43,6 +43,8 @@ class Slot(NamedTuple):
 
     name: str
     parameter: nn.Parameter
+    place: int
+    """Its number among the slots of its kind."""
     start: int
     stop: int
     sparse: bool
@@ -85,7 +87,7 @@ def _placed(named: Iterable[tuple[str, nn.Parameter]], *, sparse: bool) -> list[
     slots: list[Slot] = []
     for name, parameter in named:
         start = slots[-1].stop if slots else 0
-        slots.append(Slot(name, parameter, start, start + parameter.numel(), sparse))
+        slots.append(Slot(name, parameter, len(slots), start, start + parameter.numel(), sparse))
     return slots
 
 
@@ -121,13 +123,12 @@ def write_back(reduced: Reduced, gradients: Iterable[tuple[Slot, Tensor]], layou
     if isinstance(support, Tensor):
         # one synchronisation on CUDA: how many entries of the support each parameter has
         borders = torch.searchsorted(support, support.new_tensor(layout.bounds)).tolist()
-    places = {slot.parameter: place for place, slot in enumerate(layout.sparse)}
     for slot, gradient in gradients:
         if not slot.sparse:
             gradient.copy_(reduced.dense[slot.start : slot.stop])
         elif isinstance(support, slice):
             gradient.copy_(reduced.mean[slot.start : slot.stop])
         else:
-            first, last = borders[places[slot.parameter]], borders[places[slot.parameter] + 1]
+            first, last = borders[slot.place], borders[slot.place + 1]
             gradient.zero_()
             gradient[support[first:last] - slot.start] = reduced.mean[first:last].to(gradient.dtype)
