@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 from itertools import pairwise
 from typing import Any
@@ -39,6 +40,12 @@ def test_repr_can_be_evaluated(name: str) -> None:
     assert eval(repr(made), vars(gradsieve)) == made
     assert made.density == 0.003
     assert len({made, gradsieve.method(name, density=0.003), gradsieve.method(name, density=0.004)}) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_travels_to_another_process(name: str) -> None:
+    made = gradsieve.method(name)
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 def test_the_table_of_methods_cannot_be_changed() -> None:

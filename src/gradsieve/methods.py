@@ -119,7 +119,7 @@ def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:
                 raise TypeError(f"{make.__name__}() has no option {option!r}; {_nearest(option, signature.parameters)}")
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
-        return replace(make(*args, **options), name=make.__name__, options=MappingProxyType(bound.arguments))
+        return replace(make(*args, **options), name=make.__name__, options=dict(bound.arguments))
 
     _registered[make.__name__] = constructor
     return constructor
