@@ -14,7 +14,7 @@ import gradsieve
 SOURCE = Path(gradsieve.__file__).parent
 
 LAYERS = [
-    {"weights", "clock", "control"},
+    {"checks", "weights", "clock", "control"},
     {"types", "kernels.reference"},
     {"kernels"},
     {"collectives", "score"},

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradsieve.checks import check_whole
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import Collectives
-from gradsieve.methods import Method, check_whole
+from gradsieve.methods import Method
 from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
 from gradsieve.weights import Weights

@@ -1,0 +1,41 @@
+"""Refusals of bad options: what came and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse what is not a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number in (0, 1], not {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], not {value!r}: 0.01 keeps one entry in a hundred, 1 keeps all")
+
+
+def check_whole(name: str, value: int, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
+
+
+def check_number(
+    name: str, value: float, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not (at_least <= value and above < value < below):
+        limits = {"at least": at_least, "above": above, "below": below}
+        wanted = " and ".join(f"{words} {limit}" for words, limit in limits.items() if math.isfinite(limit))
+        raise ValueError(f"{name} must be {wanted or 'finite'}, not {value!r}")
+
+
+def check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, not {value!r}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
