@@ -508,7 +508,8 @@ def _regression(name: str) -> float:
         optimizer.step()
     assert sieve.stats is not None
     assert sieve.stats.step == REGRESSION_STEPS - 1
-    return float(nn.functional.mse_loss(model(inputs), targets))
+    with torch.no_grad():
+        return nn.functional.mse_loss(model.module(inputs), targets).item()
 
 
 @pytest.fixture(scope="module")
@@ -520,4 +521,4 @@ def dense_loss(fleet3: Fleet) -> float:
 def test_toy_regression_reaches_the_dense_loss(name: str, dense_loss: float, fleet3: Fleet) -> None:
     losses = fleet3.run(_regression, name)
     assert len(set(losses)) == 1
-    assert losses[0] <= 1.25 * dense_loss, (losses[0], dense_loss)
+    assert losses[0] <= 1.1 * dense_loss, (losses[0], dense_loss)
