@@ -101,8 +101,10 @@ def test_bad_options_are_refused_at_construction(
 
 
 def test_options_go_by_name_only() -> None:
-    with pytest.raises(TypeError, match=re.escape("micro() takes its options by name")):
+    with pytest.raises(TypeError, match=re.escape("micro() takes options by name only; valid are: density")):
         gradsieve.micro(0.01)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=re.escape("dense() takes options by name only; it takes none")):
+        gradsieve.dense(0.01)  # type: ignore[call-arg]
 
 
 def test_target_is_the_whole_part_and_at_least_one() -> None:

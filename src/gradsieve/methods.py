@@ -113,7 +113,7 @@ def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:
     @functools.wraps(make)
     def constructor(*args: P.args, **options: P.kwargs) -> Method:
         if args:
-            raise TypeError(f"{make.__name__}() takes its options by name, as in {make.__name__}(density=0.01)")
+            raise TypeError(f"{make.__name__}() takes options by name only; {_nearest('', signature.parameters)}")
         for option in options:
             if option not in signature.parameters:
                 raise TypeError(f"{make.__name__}() has no option {option!r}; {_nearest(option, signature.parameters)}")

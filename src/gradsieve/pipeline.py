@@ -28,7 +28,7 @@ class Learned(NamedTuple):
 
 async def reduce_step(method: Method, learned: Learned, view: View, collectives: Collectives) -> Reduced:
     """From an accumulated vector, scanned as far as it could be, to the mean over ranks at the support."""
-    if method.region.known(learned.region, view.step) is None:
+    if not view.territory.quotas:  # it was not known before the gradient was
         territory = await method.region.settle(learned.region, view, collectives)
         scanned = method.criterion.scan(learned.criterion, view, territory.spans)
         view = replace(view, territory=territory, found=(scanned,))
