@@ -16,7 +16,7 @@ NUMEL = 12
 
 
 def residual_of(momentum: float = 0.0, dtype: torch.dtype = torch.float64) -> Residual:
-    return Residual(NUMEL, Feedback(momentum), CPU, dtype)
+    return Residual.zeros((NUMEL,), Feedback(momentum), CPU, dtype)
 
 
 def gradient(*shape: int) -> Tensor:

@@ -129,7 +129,7 @@ spans_in_order = st.lists(st.integers(0, NUMEL), min_size=2, max_size=8).map(
 def test_chunks_cover_the_spans_in_pieces_of_limited_size(spans: list[Span], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score, "CHUNK", size)
-        pieces = list(chunks(spans))
+        pieces = list(chunks(spans, CPU))
     assert all(0 < stop - start <= size for start, stop, _ in pieces)
     covered = [entry for start, stop, _ in pieces for entry in range(start, stop)]
     assert covered == [entry for start, stop, _ in spans for entry in range(start, stop)]

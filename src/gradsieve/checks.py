@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 
 
+class UsageError(ValueError):
+    """Something the user asked for that cannot be; the message is one line that says what to do."""
+
+
 def check_fraction(name: str, value: float) -> None:
     """Refuse what is not a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -4,14 +4,15 @@ Every collective is a coroutine. Over a process group it runs through without su
 until every rank has arrived (`lockstep`). So a step is written once, for one rank, and reads the same in both.
 
 Bytes are counted here, where they are handed over: the input of an all-gather or all-reduce, and of a broadcast
-at its source only. All ranks bring the same shape, so an empty message is no message. Results may be shared between
-ranks: read them, do not write into them.
+at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms that process
+groups use. All ranks bring the same shape, so an empty message is no message. Results may be shared between ranks:
+read them, do not write into them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import coroutine
 from typing import Any, NamedTuple, TypeVar
@@ -40,47 +41,79 @@ class Collectives(ABC):
     def start_step(self) -> None:
         """Forget the bytes and the times of the step before."""
         self.wire_bytes = 0
-        self.watch = Stopwatch(self.device)
+        self.link_bytes = 0.0
+        self.num_messages = 0
+        self.watch = self._stopwatch()
 
     async def all_gather(self, tensor: Tensor) -> Tensor:
         """Everyone's tensor, stacked by rank; all have the same shape."""
-        if tensor.numel() == 0:
-            return tensor.new_empty((self.world, *tensor.shape))
-        with self._handing_over(tensor):
+        own = self._own(tensor)
+        if own.numel() == 0:
+            return own.new_empty((self.world, *own.shape))
+        with self._handing_over(own, times_through_link=self.world - 1):
             return await self._all_gather(tensor)
 
     async def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, the same bits on each. Uses the tensor up."""
-        if tensor.numel() == 0:
-            return tensor
-        with self._handing_over(tensor):
+        own = self._own(tensor)
+        if own.numel() == 0:
+            return own
+        with self._handing_over(own, times_through_link=2 * (self.world - 1) / self.world):
             return await self._all_reduce(tensor)
 
     async def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`; the others bring one of the same shape."""
         if tensor.numel() == 0:
             return tensor
-        with self._handing_over(tensor if self.rank == source else None):
+        with self._handing_over(tensor, times_through_link=min(1, self.world - 1), own=self.rank == source):
             return await self._broadcast(tensor, source)
 
-    async def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    async def gather_pieces(self, own: Tensor, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
+        """The tensors of the ranks in `sources`, whose lengths everyone knows.
+
+        Where all ranks bring one, an all-gather, padded to the longest; where few do, a broadcast from each.
+        """
+        if len(sources) == self.world:
+            padded = own.new_zeros(max(counts))
+            padded[: len(own)] = own
+            rows = await self.all_gather(padded)
+            return [row[:count] for row, count in zip(rows, counts, strict=True)]
+        messages = [own if rank == self.rank else own.new_empty(counts[rank]) for rank in sources]
+        return [await self.broadcast(message, rank) for message, rank in zip(messages, sources, strict=True)]
+
+    async def gather_numbers(self, numbers: Tensor | Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by rank, on the host.
 
         Synchronises: sizes of messages and the choice of a threshold are decisions of the host.
         """
-        gathered = await self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
-        rows: list[list[int]] = gathered.tolist()
-        return rows
+        gathered = await self.all_gather(torch.as_tensor(numbers, dtype=torch.int64, device=self.device))
+        return await self._on_host(gathered)
 
     async def sum_numbers(self, numbers: Tensor) -> list[float]:
         """The sum over ranks of a small tensor, on the host. Synchronises: the host plans with it."""
-        summed: list[float] = (await self.all_reduce(numbers)).tolist()
-        return summed
+        return await self._on_host(await self.all_reduce(numbers))
+
+    async def _on_host(self, tensor: Tensor) -> list[Any]:
+        numbers: list[Any] = await self.alike(tensor.tolist) if tensor.numel() else tensor.tolist()
+        return numbers
+
+    async def alike(self, compute: Callable[[], T]) -> T:
+        """What every rank computes alike from what all were told; ranks that share a process compute it once."""
+        return compute()
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that one rank brings."""
+        return tensor
+
+    def _stopwatch(self) -> Stopwatch:
+        return Stopwatch(self.device)
 
     @contextmanager
-    def _handing_over(self, tensor: Tensor | None) -> Iterator[None]:
-        if tensor is not None:
-            self.wire_bytes += tensor.numel() * tensor.element_size()
+    def _handing_over(self, tensor: Tensor, times_through_link: float, *, own: bool = True) -> Iterator[None]:
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.wire_bytes += num_bytes if own else 0
+        self.link_bytes += num_bytes * times_through_link
+        self.num_messages += 1
         interrupted = self.watch.switch("exchange")
         try:
             yield
@@ -120,12 +153,48 @@ class GroupCollectives(Collectives):
         return message
 
 
+class TeamCollectives(Collectives):
+    """Between ranks that share a process and step as one: their tensors come stacked, one row each.
+
+    So what is to be gathered is there already. Counts what rank 0 would hand over.
+    """
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        super().__init__(0, world, device)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor[0]
+
+    async def _all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    async def _all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.sum(0, dtype=tensor.dtype)
+
+    async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002 - all are here
+        return tensor
+
+    async def gather_pieces(self, own: Tensor, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
+        """`own` holds the pieces of all ranks, one after the other."""
+        pieces = own.split(list(counts))
+        if len(sources) < self.world:
+            return [await self.broadcast(pieces[rank], rank) for rank in sources]
+        # what each would hand over is padded to the longest
+        await self.all_gather(own.new_empty(max(counts)).expand(self.world, -1))
+        return list(pieces)
+
+
 class _Offer(NamedTuple):
     """What a rank brings to a meeting in process."""
 
     operation: str
     tensor: Tensor
     source: int = 0
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What all ranks must bring alike."""
+        return self.operation, self.source, self.tensor.dtype, self.tensor.shape
 
     def __str__(self) -> str:
         origin = f" from {self.source}" if self.operation == "broadcast" else ""
@@ -144,6 +213,14 @@ class LocalCollectives(Collectives):
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return await self._meet(_Offer("broadcast", tensor, source))
 
+    async def alike(self, compute: Callable[[], T]) -> T:
+        answer: T = await _suspended(compute)
+        return answer
+
+    def _stopwatch(self) -> Stopwatch:
+        # events in a stream that all ranks share would tell one rank's work for another's
+        return Stopwatch(torch.device("cpu"))
+
     async def _meet(self, offer: _Offer) -> Tensor:
         # the time until everyone has arrived is the work of the other ranks
         self.watch.switch(None)
@@ -153,7 +230,7 @@ class LocalCollectives(Collectives):
 
 
 @coroutine
-def _suspended(offer: _Offer) -> Generator[_Offer, Tensor, Tensor]:
+def _suspended(offer: _Offer | Callable[[], Any]) -> Generator[Any, Any, Any]:
     return (yield offer)
 
 
@@ -179,9 +256,9 @@ def lockstep(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _driven(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    answer: Tensor | None = None
+    answer: Any = None
     while True:
-        offers: list[_Offer] = []
+        offers: list[_Offer | Callable[[], Any]] = []
         results: list[T] = []
         for step in steps:
             try:
@@ -193,14 +270,20 @@ def _driven(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         answer = _combined(offers, world=len(steps))
 
 
-def _combined(offers: Sequence[_Offer], world: int) -> Tensor:
-    kinds = sorted({str(offer) for offer in offers})
-    if len(kinds) != 1 or len(offers) != world:
+def _combined(offers: Sequence[_Offer | Callable[[], Any]], world: int) -> Any:
+    """What all ranks are told at a meeting."""
+    met = [offer for offer in offers if isinstance(offer, _Offer)]
+    if not met and len(offers) == world:
+        compute = offers[0]
+        assert callable(compute)
+        return compute()
+    if len(met) != world or len({offer.kind for offer in met}) != 1:
+        names = sorted({str(offer) if isinstance(offer, _Offer) else "a computation" for offer in offers})
         raise RuntimeError(
-            f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {', '.join(kinds)}"
+            f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {', '.join(names)}"
         )
-    operation, source = offers[0].operation, offers[0].source
-    tensors = [offer.tensor for offer in offers]
+    operation, source = met[0].operation, met[0].source
+    tensors = [offer.tensor for offer in met]
     if operation == "broadcast":
         return tensors[source]
     stacked = torch.stack(tensors)

@@ -75,11 +75,15 @@ def ladder_between(low: int, high: int) -> Bits:
     return np.unique(low + (high - low) * np.arange(NUM_RUNGS, dtype=np.int64) // (NUM_RUNGS - 1))
 
 
-def first_ladder(last: float) -> Bits:
-    """Rungs of a first round: around the last step's threshold or, if there is none (0), over all scales."""
+def first_ladder(last: float, floor: float = 0.0) -> Bits:
+    """Rungs of a first round: around the last step's threshold or, if there is none (0), over all scales.
+
+    None below `floor`, unless `last` is: what reaches it has been collected, and below it everything is looked at.
+    """
     if not last:
         return ladder_between(TINY_BITS, HUGE_BITS)
-    return np.unique(np.clip(to_bits(last) + _OFFSETS, TINY_BITS, HUGE_BITS))
+    rungs = np.unique(np.clip(to_bits(last) + _OFFSETS, TINY_BITS, HUGE_BITS))
+    return rungs[rungs >= to_bits(floor)] if floor <= last else rungs
 
 
 def lowest_rung(last: float) -> float:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gradsieve import control, kernels
-from gradsieve.collectives import Collectives
+from gradsieve.collectives import Collectives, TeamCollectives
 from gradsieve.region import NoState
-from gradsieve.score import Magnitude, collect, joined
+from gradsieve.score import Magnitude, collect, collect_for_team, joined
 from gradsieve.types import ALL, Candidates, Proposal, Reduced, Setup, Span, Step, View
 
 
@@ -38,6 +38,15 @@ class Criterion:
 
     async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
         """This rank's proposal, out of its territory. `view.found` holds what `scan` returned for all of it."""
+        raise NotImplementedError
+
+    @property
+    def knows_teams(self) -> bool:
+        """Can it pick for all ranks of a process at once?"""
+        return False
+
+    async def pick_for_team(self, state: Any, views: Sequence[View], team: TeamCollectives) -> Proposal:
+        """`scan` and `pick` for all ranks at once: their proposals one after the other, and the counts of each."""
         raise NotImplementedError
 
     def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
@@ -77,6 +86,14 @@ class Largest(Criterion):
         ]
         empty = torch.empty(0, dtype=torch.int64, device=view.acc.device)
         return Proposal(torch.cat([empty, *picked]), view.territory.quotas)
+
+    @property
+    def knows_teams(self) -> bool:
+        return True
+
+    async def pick_for_team(self, state: Any, views: Sequence[View], team: TeamCollectives) -> Proposal:
+        picked = [await self.pick(state, view, team) for view in views]
+        return Proposal(torch.cat([own.indices for own in picked if isinstance(own.indices, Tensor)]), picked[0].counts)
 
 
 class Rule:
@@ -190,6 +207,23 @@ class Above(Criterion):
         candidates = joined(found, view.acc.device)
         return Proposal(self._bounded(candidates, view), None, (threshold,))
 
+    @property
+    def knows_teams(self) -> bool:
+        return type(self.rule).early is not Rule.early
+
+    async def pick_for_team(self, state: Any, views: Sequence[View], team: TeamCollectives) -> Proposal:
+        step = views[0].step
+        threshold = self._early(state, step)
+        assert threshold is not None
+        indices, scores, _ = collect_for_team(Magnitude(), [(view, view.territory.spans) for view in views], threshold)
+        counts = [row[0] for row in await team.gather_numbers(_count_ranks(indices, step).unsqueeze(1))]
+        positions = indices % max(step.numel, 1)
+        if self.at_least_one or self.at_most_target:
+            found = zip(positions.split(counts), scores.split(counts), views, strict=True)
+            pieces = [self._bounded(Candidates(*own, 0), view) for *own, view in found]
+            positions, counts = torch.cat(pieces), [len(piece) for piece in pieces]
+        return Proposal(positions, tuple(counts), (threshold,))
+
     def _early(self, state: Any, step: Step) -> float | None:
         # whoever asks for everything gets everything, whatever the rule
         return 0.0 if step.target >= step.numel else self.rule.early(state, step)
@@ -202,3 +236,9 @@ class Above(Criterion):
         if self.at_least_one and len(indices) == 0 and stop > start:
             return indices.new_tensor([start + step.index % (stop - start)])
         return indices
+
+
+def _count_ranks(indices: Tensor, step: Step) -> Tensor:
+    """How many of the indices, as `collect_for_team` has them, are each rank's."""
+    edges = torch.arange(step.world + 1, device=indices.device) * step.numel
+    return torch.searchsorted(indices, edges).diff()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +20,8 @@ class Exchange:
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
         agreement = await self.agree(view.step, proposal, collectives)
-        values = view.acc[agreement.support]
-        mean, dense = await averaged(values, values[:0] if view.dense is None else view.dense, collectives)
+        values = view.acc[..., agreement.support]
+        mean, dense = await averaged(values, values[..., :0] if view.dense is None else view.dense, collectives)
         return Reduced(
             indices=agreement.support,
             mean=mean,
@@ -38,9 +40,11 @@ class Exchange:
 async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> tuple[Tensor, Tensor]:
     """The means over ranks of two vectors, in one message, at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
-    message = torch.cat([values.to(dtype), dense.to(dtype)])
-    mean = await collectives.all_reduce(message) / collectives.world
-    return mean[: len(values)], mean[len(values) :]
+    message = torch.cat([values.to(dtype), dense.to(dtype)], dim=-1)
+    total = await collectives.all_reduce(message)
+    mean = await collectives.alike(lambda: total / collectives.world)
+    num_values = values.shape[-1]
+    return mean[:num_values], mean[num_values:]
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,14 @@ class Disjoint(Exchange):
     async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
         counts = await known_counts(proposal, collectives)
         pieces = await gathered(step, proposal.indices, counts, collectives)
-        if self.in_rotation:
-            support = torch.cat([pieces[(partition - step.index) % step.world] for partition in range(step.world)])
-        else:
-            support = torch.cat(pieces).sort().values
+        support = await collectives.alike(lambda: self._ordered(pieces, step))
         return Agreement(support, counts, len(support), proposal.thresholds)
+
+    def _ordered(self, pieces: Sequence[Tensor], step: Step) -> Tensor:
+        if self.in_rotation:
+            pieces = [pieces[(partition - step.index) % step.world] for partition in range(step.world)]
+            return torch.cat(pieces).long()
+        return torch.cat(list(pieces)).long().sort().values
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ class Union(Exchange):
 
     async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
         counts = await known_counts(proposal, collectives)
-        support = kernels.merged(torch.cat(await gathered(step, proposal.indices, counts, collectives)))
+        pieces = await gathered(step, proposal.indices, counts, collectives)
+        support = await collectives.alike(lambda: kernels.merged(torch.cat(list(pieces))).long())
         return Agreement(support, counts, len(support), proposal.thresholds)
 
 
@@ -100,25 +108,29 @@ class SteeredUnion(Union):
             more = await super().agree(step, proposal, collectives)
             if not sum(more.counts):
                 break  # nothing is left but zeros
-            extended = _extended(agreement, more)
+            support = await collectives.alike(partial(_joint, agreement.support, more.support))
+            extended = _extended(agreement, more, support)
             # at the least, every proposer proposes the same
             new = extended.distinct - agreement.distinct
             gain = max(new / sum(more.counts), 1 / len(step.proposers))
             agreement = extended
-        return self._cut(agreement, step)
-
-    def _cut(self, agreement: Agreement, step: Step) -> Agreement:
-        support = agreement.support
-        assert isinstance(support, Tensor)
-        if len(support) > min(1 + self.tolerance, self.ceiling) * step.target:
-            support = kernels.thinned(support, step.target)
+        support = await collectives.alike(partial(self._cut, agreement.support, step))
         return agreement._replace(support=support)
 
+    def _cut(self, support: Indices, step: Step) -> Tensor:
+        assert isinstance(support, Tensor)
+        if len(support) <= min(1 + self.tolerance, self.ceiling) * step.target:
+            return support
+        return kernels.thinned(support, step.target)
 
-def _extended(first: Agreement, second: Agreement) -> Agreement:
-    assert isinstance(first.support, Tensor)
-    assert isinstance(second.support, Tensor)
-    support = kernels.merged(torch.cat([first.support, second.support]))
+
+def _joint(first: Indices, second: Indices) -> Tensor:
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    return kernels.merged(torch.cat([first, second]))
+
+
+def _extended(first: Agreement, second: Agreement, support: Tensor) -> Agreement:
     counts = tuple(a + b for a, b in zip(first.counts, second.counts, strict=True))
     return Agreement(support, counts, len(support), second.thresholds)
 
@@ -132,20 +144,10 @@ async def known_counts(proposal: Proposal, collectives: Collectives) -> tuple[in
     return tuple(row[0] for row in rows)
 
 
-async def gathered(step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives) -> list[Tensor]:
-    """The proposals of all proposers, by rank.
-
-    Where all ranks propose, an all-gather, padded to the largest count; where few do, a broadcast from each.
-    """
+async def gathered(
+    step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
+) -> Sequence[Tensor]:
+    """The proposals of all proposers, by rank, as they travel."""
     assert isinstance(proposed, Tensor)
     own = proposed.to(torch.int32 if step.numel <= torch.iinfo(torch.int32).max else torch.int64)
-    if len(step.proposers) == step.world:
-        padded = own.new_zeros(max(counts))
-        padded[: len(own)] = own
-        rows = await collectives.all_gather(padded)
-        return [row[:count].long() for row, count in zip(rows, counts, strict=True)]
-    pieces = []
-    for rank in step.proposers:
-        message = own if rank == step.rank else own.new_empty(counts[rank])
-        pieces.append((await collectives.broadcast(message, rank)).long())
-    return pieces
+    return await collectives.gather_pieces(own, counts, step.proposers)

@@ -127,6 +127,10 @@ class Sieve:
         """A copy of what this rank has not sent yet, by the name of each sparsified parameter."""
         return self._layout.by_name(self._worker.residual.acc)
 
+    def residual_norm(self) -> float:
+        """The L2 norm of what this rank has not sent yet. On CUDA, waits for the last step to end."""
+        return self._worker.residual.norm()
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state. Every rank has its own: save and load all of them."""
         velocity = self._worker.residual.velocity

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradsieve.checks import check_whole
 from gradsieve.clock import Stopwatch
-from gradsieve.collectives import Collectives
+from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.methods import Method
+from gradsieve.region import Region
 from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
 from gradsieve.weights import Weights
@@ -50,6 +51,7 @@ class Worker:
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        residual: Residual | None = None,
     ) -> None:
         method.proposers.check(setup.world)
         check_whole("seed", seed, at_least=0)
@@ -58,7 +60,7 @@ class Worker:
         self.collectives = collectives
         self.seed = seed
         self.step = 0
-        self.residual = Residual(setup.numel, method.feedback, collectives.device, dtype)
+        self.residual = residual or Residual.zeros((setup.numel,), method.feedback, collectives.device, dtype)
         self.learned = Learned(method.region.start(setup), method.criterion.start(setup))
 
     def begin(self, parameters: Callable[[], Tensor] | None = None) -> None:
@@ -70,22 +72,22 @@ class Worker:
         step = self._now()
         territory = self.method.region.known(self.learned.region, step) or Territory((), ())
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
-        self._view = View(step, self.residual.acc, weights, territory)
+        self.view = View(step, self.residual.acc, weights, territory)
         self._found: list[Any] = []
 
     def feed(self, start: int, gradient: Tensor) -> None:
         """Take in the gradient of the entries from `start` on, and scan those of them in the territory."""
         self.collectives.watch.switch("select")
         self.residual.add(start, gradient)
-        spans = [span.cut(start, start + gradient.numel()) for span in self._view.territory.spans]
-        self._found.append(self.method.criterion.scan(self.learned.criterion, self._view, spans))
+        spans = [span.cut(start, start + gradient.numel()) for span in self.view.territory.spans]
+        self._found.append(self.method.criterion.scan(self.learned.criterion, self.view, spans))
         self.collectives.watch.switch(None)
 
     async def exchange(self, dense: Tensor | None = None) -> Reduced:
         """Reduce the fed vector, and `dense` whole beside it."""
         self.collectives.watch.switch("select")
-        self._view = replace(self._view, found=tuple(self._found), dense=dense)
-        reduced = await reduce_step(self.method, self.learned, self._view, self.collectives)
+        self.view = replace(self.view, found=tuple(self._found), dense=dense)
+        reduced = await reduce_step(self.method, self.learned, self.view, self.collectives)
         self.collectives.watch.switch(None)
         return reduced
 
@@ -94,16 +96,20 @@ class Worker:
 
         `unapplied` are spans whose mean nobody applies: what was sent there stays in the residual.
         """
-        step = self._view.step
         with self.residual.keeping(unapplied):
             self.residual.clear(reduced.sent)
+        self.learn(reduced)
+        return PendingStats(self.view.step, reduced, self.collectives)
+
+    def learn(self, reduced: Reduced) -> None:
+        """Go on to the next step, with what this one told."""
+        step = self.view.step
         if step.numel:
             self.learned = Learned(
                 self.method.region.observe(self.learned.region, step, reduced),
                 self.method.criterion.observe(self.learned.criterion, step, reduced),
             )
         self.step += 1
-        return PendingStats(step, reduced, self.collectives)
 
     def state_dict(self) -> dict[str, Any]:
         """What the method learned, as plain numbers and tensors."""
@@ -126,6 +132,49 @@ class Worker:
         )
 
 
+class Team:
+    """Workers that share a process and step as one, in a few operations for all: the same outcome, bit for bit.
+
+    For methods whose region is known before the gradient is and whose criterion knows teams.
+    """
+
+    def __init__(self, workers: Sequence[Worker], residual: Residual) -> None:
+        self._workers = workers
+        self._residual = residual
+        """Of all workers; their own are its rows."""
+        first = workers[0]
+        self._method = first.method
+        self._collectives = TeamCollectives(first.setup.world, first.collectives.device)
+
+    @staticmethod
+    def suits(method: Method) -> bool:
+        return method.criterion.knows_teams and type(method.region).settle is Region.settle
+
+    def reduce(
+        self, gradients: Tensor, parameters: Callable[[], Tensor] | None, dense: Tensor | None
+    ) -> tuple[Reduced, PendingStats]:
+        """A whole step."""
+        for worker in self._workers:
+            worker.begin(parameters)
+        first, collectives = self._workers[0], self._collectives
+        collectives.start_step()
+        collectives.watch.switch("select")
+        self._residual.add(0, gradients)
+        reduced = run(self._exchange([worker.view for worker in self._workers], dense))
+        self._residual.clear(reduced.sent)
+        first.learn(reduced)
+        for worker in self._workers[1:]:
+            worker.learned, worker.step = first.learned, first.step
+        collectives.watch.switch(None)
+        return reduced, PendingStats(first.view.step, reduced, collectives)
+
+    async def _exchange(self, views: Sequence[View], dense: Tensor | None) -> Reduced:
+        state = self._workers[0].learned.criterion
+        proposal = await self._method.criterion.pick_for_team(state, views, self._collectives)
+        together = replace(views[0], acc=self._residual.acc, dense=dense)
+        return await self._method.exchange.reduce(together, proposal, self._collectives)
+
+
 class PendingStats:
     """The record of a step, its times not read yet: reading them on CUDA waits for the step to end."""
 
@@ -137,6 +186,8 @@ class PendingStats:
         self._dense_numel = len(reduced.dense)
         self._dense_bytes = reduced.dense.numel() * reduced.dense.element_size()
         self._wire_bytes = collectives.wire_bytes
+        self._link_bytes = round(collectives.link_bytes)
+        self._num_messages = collectives.num_messages
         self._watch: Stopwatch = collectives.watch
 
     def read(self) -> StepStats:
@@ -151,6 +202,8 @@ class PendingStats:
             counts=self._counts,
             imbalance=imbalance(self._counts),
             wire_bytes=self._wire_bytes,
+            link_bytes=self._link_bytes,
+            num_messages=self._num_messages,
             dense_numel=self._dense_numel,
             dense_bytes=self._dense_bytes,
             select_seconds=seconds.get("select", 0.0),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,19 +175,17 @@ class BalancedBlocks(Region):
         return exclusive(self.borders(state, step.numel, step.world), step)
 
     def borders(self, state: Loads, numel: int, world: int) -> list[int]:
-        edges = [min(block * self.block_size(numel), numel) for block in range(self.num_blocks + 1)]
-        learned: list[int] = state.loads.tolist()
-        uniform = 1 + sum(learned) // (self.uniform_share * max(numel, 1))
-        loads = [load + uniform * (edges[b + 1] - edges[b]) for b, load in enumerate(learned)]
-        below = list(accumulate(loads, initial=0))
-
-        def position(load: int) -> int:
-            """The place in the vector below which `load` lies."""
-            block = min(bisect_right(below, load) - 1, self.num_blocks - 1)
-            width = edges[block + 1] - edges[block]
-            return edges[block] + (load - below[block]) * width // max(loads[block], 1)
-
-        return [position(below[-1] * part // world) for part in range(world)] + [numel]
+        edges = np.minimum(np.arange(self.num_blocks + 1) * self.block_size(numel), numel)
+        widths = np.diff(edges)
+        learned = state.loads.numpy()
+        uniform = 1 + int(learned.sum()) // (self.uniform_share * max(numel, 1))
+        loads = learned + uniform * widths
+        below = np.concatenate([[0], loads.cumsum()])
+        # the place in the vector below which each partition's share of the load lies
+        shares = below[-1] * np.arange(world) // world
+        blocks = np.minimum(np.searchsorted(below, shares, side="right") - 1, self.num_blocks - 1)
+        places = edges[blocks] + (shares - below[blocks]) * widths[blocks] // np.maximum(loads[blocks], 1)
+        return [*places.tolist(), numel]
 
     def observe(self, state: Loads, step: Step, reduced: Reduced) -> Loads:
         if not isinstance(reduced.indices, Tensor):

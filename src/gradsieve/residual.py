@@ -34,27 +34,44 @@ class Feedback:
 class Residual:
     """One rank's residual, as a flat vector. Between accumulation and `clear` it holds gradient plus residual."""
 
-    def __init__(self, numel: int, feedback: Feedback, device: torch.device, dtype: torch.dtype) -> None:
-        self.acc = torch.zeros(numel, dtype=dtype, device=device)
-        self.momentum = feedback.momentum
-        self.velocity = torch.zeros_like(self.acc) if feedback.momentum else None
+    def __init__(self, acc: Tensor, velocity: Tensor | None, momentum: float) -> None:
+        self.acc = acc
+        self.velocity = velocity
+        self.momentum = momentum
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], feedback: Feedback, device: torch.device, dtype: torch.dtype) -> Residual:
+        """Of one rank, `(numel,)`, or of several in one piece of memory, `(ranks, numel)`."""
+        acc = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(acc, torch.zeros_like(acc) if feedback.momentum else None, feedback.momentum)
+
+    def rows(self) -> list[Residual]:
+        """Of several ranks' residuals, those of each."""
+        velocities = [None] * len(self.acc) if self.velocity is None else list(self.velocity)
+        return [Residual(acc, velocity, self.momentum) for acc, velocity in zip(self.acc, velocities, strict=True)]
 
     def add(self, start: int, gradient: Tensor) -> None:
         """Take in the gradient of the entries from `start` on."""
-        stretch = slice(start, start + gradient.numel())
-        update = gradient.reshape(-1)
+        update = gradient if gradient.dim() == self.acc.dim() else gradient.reshape(-1)
+        stretch = slice(start, start + update.shape[-1])
         if self.velocity is not None:
-            update = self.velocity[stretch].mul_(self.momentum).add_(update)
-        self.acc[stretch] += update
+            update = self.velocity[..., stretch].mul_(self.momentum).add_(update)
+        self.acc[..., stretch] += update
 
     def clear(self, sent: Indices) -> None:
-        for vector in self._vectors():
-            vector[sent] = 0
+        for _, vector in self.named():
+            if isinstance(sent, Tensor):
+                vector.index_fill_(-1, sent, 0)
+            else:
+                vector[..., sent] = 0
+
+    def norm(self) -> float:
+        return float(self.acc.float().norm())
 
     @contextmanager
     def keeping(self, spans: Sequence[Span]) -> Iterator[None]:
         """Put these spans back afterwards as they were."""
-        parts = [vector[span.start : span.stop] for vector in self._vectors() for span in spans]
+        parts = [vector[span.start : span.stop] for _, vector in self.named() for span in spans]
         kept = [part.clone() for part in parts]
         try:
             yield
@@ -62,5 +79,7 @@ class Residual:
             for part, saved in zip(parts, kept, strict=True):
                 part.copy_(saved)
 
-    def _vectors(self) -> list[Tensor]:
-        return [self.acc] if self.velocity is None else [self.acc, self.velocity]
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The vectors that are this rank's state."""
+        vectors = [("residual", self.acc), ("velocity", self.velocity)]
+        return [(name, vector) for name, vector in vectors if vector is not None]

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradsieve import control, kernels
-from gradsieve.collectives import Collectives
+from gradsieve.collectives import Collectives, TeamCollectives
 from gradsieve.criterion import Criterion
-from gradsieve.score import Magnitude, Score, chunks, collect, joined
+from gradsieve.score import Look, Magnitude, Score, chunks, collect, collect_for_team, joined
 from gradsieve.types import Candidates, Proposal, Reduced, Setup, Span, Step, View
 
 
@@ -71,12 +73,23 @@ class Searched(Criterion):
                 search.take([part[group] for part in view.found if group in part], control.lowest_rung(last))
         return await self._proposal(searches, collectives)
 
+    @property
+    def knows_teams(self) -> bool:
+        return not self.per_layer
+
+    async def pick_for_team(self, state: SearchState, views: Sequence[View], team: TeamCollectives) -> Proposal:
+        step, (last,) = views[0].step, state.thresholds
+        looks = [(view, view.territory.spans if view.step.proposes else ()) for view in views]
+        search = _TeamSearch(self.score, looks, self._goal(state, Span(0, step.numel), step), last)
+        return await self._proposal([search], team)
+
     async def _proposal(self, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
         """Run the searches to their end, all groups in one message a round."""
         while unsettled := [search for search in searches if not search.settled]:
-            rows = await collectives.gather_numbers([count for search in unsettled for count in search.counts()])
-            for search, columns in zip(unsettled, _split(rows, [len(s.ladder) for s in unsettled]), strict=True):
-                search.judge(columns)
+            rows = await collectives.gather_numbers(torch.cat([search.counts() for search in unsettled], dim=-1))
+            rulings = await collectives.alike(partial(_rulings, unsettled, rows))
+            for search, ruling in zip(unsettled, rulings, strict=True):
+                search.accept(ruling)
 
         async def more(entries: int) -> Proposal:
             factor = 1 + entries / max(1, sum(search.entries for search in searches))
@@ -137,6 +150,8 @@ class _Search:
         self._floor = math.inf
         """The candidates are all entries that reach this."""
         self._proposed = torch.empty(0, dtype=torch.int64, device=view.acc.device)
+        self._reaching = 0
+        """This rank's entries that reach the threshold."""
         self._passing = (0,) * view.step.world
         self.ladder = control.everything() if goal.everything else control.first_ladder(last)
         self.settled = goal.entries == 0
@@ -158,55 +173,71 @@ class _Search:
         self.quotas = (0,) * len(self.quotas)
         if self._goal.entries and not self._goal.everything:
             self._goal = self._goal.scaled(factor)
-            self.ladder = control.first_ladder(self.threshold)
+            self.ladder = control.first_ladder(self.threshold, self._floor)
             self.settled = False
 
-    def counts(self) -> list[int]:
+    def counts(self) -> Tensor:
         """This rank's entries at or above each rung."""
-        rungs = torch.from_numpy(control.from_bits(self.ladder)).to(self._view.acc.device)
+        rungs = _on_device(self.ladder.tobytes(), self._view.acc.device)
         if self._covers(self._lowest):
-            counted = kernels.count_at_least(self._candidates.scores, rungs)
-        else:
-            counted = torch.zeros(len(rungs), dtype=torch.int64, device=rungs.device)
-            for start, stop, _ in chunks(self._spans):
-                counted += kernels.count_at_least(self._score(self._view, start, stop), rungs)
-        numbers: list[int] = counted.tolist()
-        return numbers
+            return kernels.count_at_least(self._candidates.scores, rungs)
+        return self.counted(rungs)
 
-    def judge(self, rows: Sequence[Sequence[int]]) -> None:
-        """Settle on a rung, or on the next ladder, from the counts of all ranks."""
+    def counted(self, rungs: Tensor) -> Tensor:
+        """The same by looking at all entries of the spans."""
+        counted = torch.zeros(len(rungs), dtype=torch.int64, device=rungs.device)
+        for start, stop, _ in chunks(self._spans, rungs.device):
+            counted += kernels.count_at_least(self._score(self._view, start, stop), rungs)
+        return counted
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> _Ruling:
+        """A rung, or the next ladder, from the counts of all ranks."""
         totals = [sum(column) for column in zip(*rows, strict=True)]
         verdict = control.Verdict(0)
         if not self._goal.everything:
             verdict = control.narrow(self.ladder, totals, self._goal.entries, self._goal.limit)
+        reaching = tuple(row[verdict.rung] for row in rows)
+        if not verdict.tied:
+            return _Ruling(verdict, reaching, reaching)
+        above = [row[verdict.rung + 1] if verdict.rung + 1 < len(row) else 0 for row in rows]
+        return _Ruling(verdict, reaching, control.tied_quotas(reaching, above, self._goal.entries))
+
+    def accept(self, ruling: _Ruling) -> None:
+        """Settle on the rung, or go on with the next ladder."""
+        verdict, reaching, passing = ruling
         if verdict.ladder is not None:
             self.ladder = verdict.ladder
             if verdict.affordable:
                 self._collect(self._lowest)
             return
-        passing = tuple(row[verdict.rung] for row in rows)
-        if verdict.tied:
-            above = [row[verdict.rung + 1] if verdict.rung + 1 < len(row) else 0 for row in rows]
-            passing = control.tied_quotas(passing, above, self._goal.entries)
         self.settled = True
+        self._reaching = self._own(reaching)
         self.threshold = float(control.from_bits(self.ladder)[verdict.rung])
         self.quotas = tuple(max(0, new - old) for new, old in zip(passing, self._passing, strict=True))
         self._passing = tuple(old + more for old, more in zip(self._passing, self.quotas, strict=True))
 
     def picked(self) -> Tensor:
-        """This rank's new proposals in the group, ascending: its quota, largest scores first."""
-        quota = self.quotas[self._view.step.rank]
+        """This rank's new proposals in the group, ascending."""
+        # also without a quota: how far down the candidates reach is to be the same on all ranks
+        self._collect(self.threshold)
+        quota = self._own(self.quotas)
         if quota == 0:
             return self._proposed[:0]
-        self._collect(self.threshold)
         indices, scores, _ = self._candidates
-        passed = kernels.at_least(scores, self.threshold)
+        passed = kernels.at_least(scores, self.threshold, self._reaching)
         if len(self._proposed):
             passed = passed[~torch.isin(indices[passed], self._proposed)]
         if len(passed) > quota:
-            passed = passed[kernels.largest(scores[passed], quota)]
+            passed = self._trimmed(passed)
         self._proposed = torch.cat([self._proposed, indices[passed]])
         return indices[passed]
+
+    def _own(self, by_rank: Sequence[int]) -> int:
+        return by_rank[self._view.step.rank]
+
+    def _trimmed(self, passed: Tensor) -> Tensor:
+        """The quota, largest scores first."""
+        return passed[kernels.largest(self._candidates.scores[passed], self._own(self.quotas))]
 
     @property
     def _lowest(self) -> float:
@@ -222,10 +253,72 @@ class _Search:
             self._floor = threshold
 
 
+class _TeamSearch(_Search):
+    """The same for all ranks of a process at once. Indices are those of `collect_for_team`."""
+
+    def __init__(self, score: Score, looks: Sequence[Look], goal: _Goal, last: float) -> None:
+        super().__init__(score, looks[0][0], (), goal, last)
+        self._looks = looks
+        if last and not self.settled:
+            self._collect(control.lowest_rung(last))
+
+    def counts(self) -> Tensor:
+        """`[world, rungs]`."""
+        rungs = _on_device(self.ladder.tobytes(), self._view.acc.device)
+        if self._covers(self._lowest):
+            ranks = self._candidates.indices // self._view.step.numel
+            return kernels.count_by_rank(self._candidates.scores, rungs, ranks, len(self._looks))
+        members = [_Search(self._score, view, spans, self._goal, 0.0) for view, spans in self._looks]
+        return torch.stack([member.counted(rungs) for member in members])
+
+    def picked(self) -> Tensor:
+        """The new proposals of all ranks, one rank's after the other's."""
+        return super().picked() % max(self._view.step.numel, 1)
+
+    def _own(self, by_rank: Sequence[int]) -> int:
+        return sum(by_rank)
+
+    def _trimmed(self, passed: Tensor) -> Tensor:
+        ranks = self._candidates.indices[passed] // self._view.step.numel
+        borders = torch.searchsorted(ranks, torch.arange(len(self._looks) + 1, device=ranks.device)).tolist()
+        kept = [
+            own[kernels.largest(self._candidates.scores[own], quota)]
+            for own, quota in zip((passed[low:high] for low, high in pairwise(borders)), self.quotas, strict=True)
+        ]
+        return torch.cat(kept)
+
+    def _collect(self, threshold: float) -> None:
+        if not self._covers(threshold):
+            self._candidates = collect_for_team(self._score, self._looks, threshold)
+            self._floor = threshold
+
+
 def _inside(group: Span, spans: Sequence[Span]) -> list[Span]:
     """The parts of the spans that lie in the group; empty ones left out."""
     parts = [span.cut(group.start, group.stop) for span in spans]
     return [part for part in parts if part.stop > part.start]
+
+
+class _Ruling(NamedTuple):
+    """What a round says in one search, the same on all ranks."""
+
+    verdict: control.Verdict
+    reaching: tuple[int, ...]
+    """Entries of every rank that reach the rung."""
+    passing: tuple[int, ...]
+    """Those that it may propose: fewer, where more than the goal are tied."""
+
+
+def _rulings(searches: Sequence[_Search], rows: Sequence[Sequence[int]]) -> list[_Ruling]:
+    """What the counts of all ranks, side by side, say in each search."""
+    tables = _split(rows, [len(search.ladder) for search in searches])
+    return [search.judge(table) for search, table in zip(searches, tables, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _on_device(ladder: bytes, device: torch.device) -> Tensor:
+    """The rungs of a ladder; ranks that share a device share them."""
+    return torch.from_numpy(control.from_bits(np.frombuffer(ladder, dtype=np.int64))).to(device)
 
 
 def _split(rows: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[Sequence[int]]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.methods import Method
-from gradsieve.pipeline import Worker
-from gradsieve.types import Setup, StepStats
+from gradsieve.pipeline import PendingStats, Team, Worker
+from gradsieve.residual import Residual
+from gradsieve.types import Reduced, Setup, StepStats
 
 Shapes = Sequence[int | Sequence[int]]
 
@@ -42,6 +43,7 @@ class Simulation:
         seed: int = 0,
         device: torch.device | str = "cpu",
         residual_dtype: torch.dtype = torch.float32,
+        as_team: bool | None = None,
     ) -> None:
         if not isinstance(method, Method):
             raise TypeError(
@@ -49,28 +51,73 @@ class Simulation:
             )
         setup = Setup(world, numel, bounds_of(shapes, numel))
         self.method = method
+        self._residual = Residual.zeros((world, numel), method.feedback, torch.device(device), residual_dtype)
         self.workers = [
-            Worker(method, setup, LocalCollectives(rank, world, torch.device(device)), seed=seed, dtype=residual_dtype)
-            for rank in range(world)
+            Worker(method, setup, LocalCollectives(rank, world, torch.device(device)), seed=seed, residual=row)
+            for rank, row in enumerate(self._residual.rows())
         ]
+        # on CUDA a launch costs more than what it does
+        as_team = torch.device(device).type == "cuda" if as_team is None else as_team
+        self._team = Team(self.workers, self._residual) if as_team and Team.suits(method) else None
 
     @property
     def residual(self) -> Tensor:
-        """`[world, numel]`: every worker's residual."""
-        return torch.stack([worker.residual.acc for worker in self.workers])
+        """`[world, numel]`: a copy of every worker's residual."""
+        return self._residual.acc.clone()
+
+    def residual_norms(self) -> Tensor:
+        """`[world]`: the L2 norm of every worker's residual."""
+        norms: Tensor = self._residual.acc.float().norm(dim=1)
+        return norms
 
     def step(self, gradients: Tensor, parameters: Tensor | None = None) -> tuple[Tensor, StepStats]:
         """Average one gradient per worker, `[world, numel]`; returns the mean, `[numel]`, and rank 0's record."""
         self._check(gradients, parameters)
-        for worker, gradient in zip(self.workers, gradients, strict=True):
-            worker.begin(None if parameters is None else lambda: parameters.reshape(-1))
-            factor = self.method.feedback.clip_factor([gradient], len(self.workers))
-            worker.feed(0, gradient if factor is None else gradient * factor)
-        outcomes = lockstep([worker.exchange() for worker in self.workers])
-        pending = [worker.finish(reduced) for worker, reduced in zip(self.workers, outcomes, strict=True)]
-        mean = torch.zeros(gradients.shape[1], dtype=outcomes[0].mean.dtype, device=gradients.device)
-        mean[outcomes[0].indices] = outcomes[0].mean
+        reduced, pending = self.reduce(gradients, None if parameters is None else lambda: parameters.reshape(-1))
+        mean = torch.zeros(gradients.shape[1], dtype=reduced.mean.dtype, device=gradients.device)
+        mean[reduced.indices] = reduced.mean
         return mean, pending[0].read()
+
+    def reduce(
+        self, gradients: Tensor, parameters: Callable[[], Tensor] | None = None, dense: Tensor | None = None
+    ) -> tuple[Reduced, list[PendingStats]]:
+        """`step` without the zeros: the mean at the support, and the workers' records, rank 0's first.
+
+        `parameters` makes the flat parameters, for methods that ask. `dense`, `[world, any]`, travels whole beside.
+        """
+        if self.method.feedback.clip is not None:
+            gradients, dense = self._clipped(gradients, dense)
+        if self._team is not None:
+            together, pending = self._team.reduce(gradients, parameters, dense)
+            return together, [pending]
+        for worker, gradient in zip(self.workers, gradients, strict=True):
+            worker.begin(parameters)
+            worker.feed(0, gradient)
+        beside = [None] * len(self.workers) if dense is None else list(dense)
+        outcomes = lockstep([worker.exchange(part) for worker, part in zip(self.workers, beside, strict=True)])
+        finished = [worker.finish(reduced) for worker, reduced in zip(self.workers, outcomes, strict=True)]
+        return outcomes[0], finished
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """A copy of every worker's state, by rank."""
+        return [
+            {"learned": worker.state_dict()} | {name: vector.clone() for name, vector in worker.residual.named()}
+            for worker in self.workers
+        ]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states that an equal simulation saved."""
+        for worker, state in zip(self.workers, states, strict=True):
+            worker.load_state_dict(state["learned"])
+            for name, vector in worker.residual.named():
+                vector.copy_(state[name])
+
+    def _clipped(self, gradients: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Every worker's gradient within the method's largest norm."""
+        kinds = [gradients] if dense is None else [gradients, dense]
+        factors = [self.method.feedback.clip_factor(parts, len(self.workers)) for parts in zip(*kinds, strict=True)]
+        factor = torch.stack([factor for factor in factors if factor is not None]).unsqueeze(1)
+        return gradients * factor, None if dense is None else dense * factor
 
     def _check(self, gradients: Tensor, parameters: Tensor | None) -> None:
         world, numel = len(self.workers), self.workers[0].setup.numel

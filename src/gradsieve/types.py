@@ -163,6 +163,10 @@ class StepStats:
     """`max(counts) * world / sum(counts) - 1`."""
     wire_bytes: int
     """Bytes this rank handed to collectives in this step, excluded parameters included."""
+    link_bytes: int
+    """Bytes through this rank's link, each way, if collectives run in rings."""
+    num_messages: int
+    """Collectives of this step."""
     dense_numel: int
     """Entries of excluded parameters, sent whole."""
     dense_bytes: int

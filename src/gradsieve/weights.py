@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
@@ -24,12 +25,16 @@ class Weights:
     @cached_property
     def scales(self) -> Tensor:
         """The RMS of each tensor; one that is all zeros borrows the model's."""
-        parts = [self.flat[start:stop] for start, stop in pairwise(self._bounds)]
-        tensors = torch.stack([_rms(part) for part in parts])
-        model = _rms(self.flat)
+        flat = self.flat.float()
+        sizes = [stop - start for start, stop in pairwise(self._bounds)]
+        *norms, whole = torch._foreach_norm([*flat.split(sizes), flat])
+        tensors = torch.stack(norms) / flat.new_tensor(sizes).clamp_min_(1).sqrt_()
+        model = whole / math.sqrt(max(flat.numel(), 1))
         scales = torch.where(tensors > 0, tensors, model)
         return torch.where(scales > 0, scales, torch.ones_like(scales))
 
-
-def _rms(values: Tensor) -> Tensor:
-    return values.float().square().sum().div(max(values.numel(), 1)).sqrt()
+    def scale_of_entries(self, start: int, stop: int) -> Tensor:
+        """For each entry of a stretch, the scale of its tensor."""
+        widths = [max(0, min(stop, high) - max(start, low)) for low, high in pairwise(self._bounds)]
+        repeats = torch.tensor(widths, device=self.scales.device)
+        return self.scales.repeat_interleave(repeats, output_size=stop - start)

@@ -3,6 +3,7 @@
 from gradsieve.kernels.reference import (
     at_least,
     count_at_least,
+    count_by_rank,
     exponential_threshold,
     largest,
     merged,
@@ -14,6 +15,7 @@ from gradsieve.kernels.reference import (
 __all__ = [
     "at_least",
     "count_at_least",
+    "count_by_rank",
     "exponential_threshold",
     "largest",
     "merged",

@@ -14,8 +14,12 @@ from torch import Tensor
 from gradsieve.control import STAGE_RATIO
 
 
-def at_least(scores: Tensor, threshold: float) -> Tensor:
-    """Positions whose score reaches the threshold.
+FEW_COMPARISONS = 1 << 26
+"""Up to so many, comparing all with all is faster on CUDA than a histogram, which makes the host wait."""
+
+
+def at_least(scores: Tensor, threshold: float, count: int | None = None) -> Tensor:
+    """Positions whose score reaches the threshold; `count`, if it is known, spares a wait on CUDA.
 
     What is not a number reaches every threshold: it travels at once, and shows as it would in plain DDP.
     """
@@ -23,7 +27,9 @@ def at_least(scores: Tensor, threshold: float) -> Tensor:
     if scores.device.type == "cpu":
         # numpy's scan of a mask is four times as fast as torch.nonzero
         return torch.from_numpy(np.flatnonzero(~missed.numpy()))
-    return missed.logical_not_().nonzero().flatten()
+    reached = missed.logical_not_()
+    found = reached.nonzero() if count is None else torch.nonzero_static(reached, size=count)
+    return found.flatten()
 
 
 def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
@@ -32,9 +38,21 @@ def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
         # comparing with every rung is four times as fast as torch.bucketize, which searches for each score
         values = scores.numpy()
         return torch.tensor([len(values) - np.count_nonzero(values < rung) for rung in rungs.numpy()])
+    if len(scores) * len(rungs) <= FEW_COMPARISONS:
+        missed: Tensor = (scores.unsqueeze(1) < rungs).sum(0)
+        return len(scores) - missed
     num_reached = torch.bucketize(scores, rungs, right=True, out_int32=True)
     by_number = torch.bincount(num_reached, minlength=len(rungs) + 1)
     return by_number.flip(0).cumsum(0).flip(0)[1:]
+
+
+def count_by_rank(scores: Tensor, rungs: Tensor, ranks: Tensor, world: int) -> Tensor:
+    """`count_at_least` for each rank, `[world, rungs]`, where `ranks` says whose each score is."""
+    num_reached = torch.bucketize(scores, rungs, right=True)
+    cells = torch.zeros(world * (len(rungs) + 1), dtype=torch.int64, device=scores.device)
+    cells.scatter_add_(0, ranks * (len(rungs) + 1) + num_reached, torch.ones_like(ranks))
+    by_number = cells.view(world, len(rungs) + 1)
+    return by_number.flip(1).cumsum(1).flip(1)[:, 1:]
 
 
 def largest(scores: Tensor, k: int) -> Tensor:

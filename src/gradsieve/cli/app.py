@@ -1,0 +1,77 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradsieve import __version__
+from gradsieve.checks import UsageError
+from gradsieve.cli.compare import compare
+from gradsieve.cli.demo import demo
+from gradsieve.cli.options import takes_train_options
+from gradsieve.cli.report import report
+from gradsieve.cli.train import train
+from gradsieve.training.grid import AXES
+from gradsieve.training.place import find_place
+
+USAGE, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="gradsieve",
+    help="Data-parallel training that sends only the gradients that matter.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(takes_train_options(train))
+app.command()(takes_train_options(compare, several=AXES))
+app.command()(report)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"gradsieve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line; what the user can mend ends with one line and exit code 2."""
+    # a user's own task lies beside them, not beside the script
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except UsageError as error:
+        _complain(str(error))
+        sys.exit(USAGE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own errors have it, in all its versions
+            raise
+        _complain(error.format_message())
+        sys.exit(USAGE)
+    sys.exit(code or 0)
+
+
+def _complain(text: str) -> None:
+    """One line, once a machine."""
+    place = find_place(os.environ)
+    if place is None or place.local_rank == 0:
+        typer.echo(f"gradsieve: {' '.join(text.split())}", err=True)

@@ -1,0 +1,45 @@
+"""`gradsieve report`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from gradsieve.checks import UsageError
+from gradsieve.runs import Run, find_runs, read_run
+from gradsieve.training.folder import make_writable
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.", metavar="RUNS...")],
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--output", help="Folder to write to. Default: report/ in the first of RUNS."),
+    ] = None,
+    title: Annotated[Optional[str], typer.Option("--title", help="Headline of the page.")] = None,  # noqa: UP045
+) -> int:
+    """Write a page with the papers' figures, from runs that train or compare made.
+
+    The page is one file that needs no network; figures (PNG, SVG) and tables (CSV, Markdown) lie beside it.
+    """
+    page = write(read_runs(runs), (output or runs[0] / "report").expanduser().resolve(), title)
+    typer.echo(str(page))
+    return 0
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    return [read_run(folder) for folder in find_runs(paths)]
+
+
+def write(runs: list[Run], output: Path, title: str | None = None) -> Path:
+    """Write the report of runs into a folder; returns the page's path."""
+    missing = [package for package in ("jinja2", "matplotlib") if find_spec(package) is None]
+    if missing:
+        raise UsageError(f"reports need {' and '.join(missing)}: pip install 'gradsieve[report]'")
+    from gradsieve.report import write_report
+
+    make_writable(output)
+    return write_report(runs, output, title=title) if title else write_report(runs, output)

@@ -1,0 +1,41 @@
+"""What the terminal says of runs at their end."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from gradsieve.cli.display import measure_text
+from gradsieve.runs import Run, read_run
+from gradsieve.training.session import Ended
+
+
+def show_end(console: Console, ended: Ended) -> None:
+    """How one run ended, and where it lies."""
+    if ended.status == "failed":
+        console.print(f"failed: {ended.error} (more in {ended.folder / 'error.txt'})", markup=False)
+    elif ended.status == "interrupted":
+        console.print(f"interrupted: go on with gradsieve train --resume {ended.folder}", markup=False)
+    for line in _figures(read_run(ended.folder)) if ended.status != "failed" else ():
+        console.print(line, markup=False)
+    console.print(str(ended.folder), markup=False)
+
+
+def _figures(run: Run) -> list[str]:
+    figures, name = run.summary, f"eval/{run.measure}"
+    lines = [f"{run.header['method']}, {run.world} workers, {int(figures['steps'])} steps"]
+    if name in figures:
+        lines.append(f"{run.measure}: {measure_text(run.header['measure'], figures[name])}")
+    if "comm/wire_bytes" in figures:
+        asked, actual = figures["sparsity/density_asked"], figures["sparsity/density_actual"]
+        lines.append(f"density: {actual:.5f} of {asked:.5f} asked; {figures['comm/wire_bytes']:,.0f} bytes a step")
+        seconds = {key: figures[f"time/{key}"] for key in PHASES if f"time/{key}" in figures}
+        lines.append("milliseconds a step: " + ", ".join(f"{key} {1000 * s:.2f}" for key, s in seconds.items()))
+        lines.append(f"seconds an epoch, really: {figures['time/epoch']:.3f}")
+    return lines
+
+
+PHASES = ("forward", "backward", "compute", "select", "exchange", "rest", "step")
+
+
+def show_summary(console: Console, runs: list[Run]) -> None:
+    """The table of a grid."""

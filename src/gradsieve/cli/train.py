@@ -1,0 +1,42 @@
+"""`gradsieve train`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from gradsieve.cli.display import Display, exit_code
+from gradsieve.cli.options import CONFIG_HELP, read_config
+from gradsieve.cli.summary import show_end
+from gradsieve.training import runner
+from gradsieve.training.config import TrainConfig, from_mapping
+from gradsieve.training.place import find_place
+
+
+def train(
+    given: dict[str, Any],
+    config: Annotated[Optional[Path], typer.Option("--config", help=CONFIG_HELP)] = None,  # noqa: UP045
+    resume: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--resume", help="Go on with the run in this folder, from its last checkpoint.", metavar="RUN"),
+    ] = None,
+) -> int:
+    """Train a task with one method.
+
+    Starts its own processes (--workers), joins those that torchrun, mpirun or srun started, or runs virtual workers
+    in one process (--virtual).
+    """
+    place = find_place(os.environ)
+    display = Display(quiet=place is not None and place.rank != 0)
+    values = read_config(config) | given
+    with display:
+        if resume is not None:
+            ended = runner.resume(resume, values, [display.sink()])
+        else:
+            source = "the command line" if config is None else f"{config}"
+            ended = runner.train(from_mapping(TrainConfig, values, source), [display.sink()])
+    show_end(display.console, ended)
+    return exit_code(ended)

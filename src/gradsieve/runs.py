@@ -1,0 +1,183 @@
+"""The folder of a run: what was asked, what happened step by step, how it ended.
+
+    run.json        the resolved configuration, its provenance, what the model and the method are
+    metrics.jsonl   one flat record a step and one an evaluation, in order
+    result.json     how it ended, and the summary; absent while the run is under way
+    checkpoint/     the state of every worker, to go on from
+
+Records have flat names, the same in every sink. A record of a step has `step` (steps done), `epoch` (a fraction) and
+
+    train/loss, train/lr
+    sparsity/density_asked, sparsity/density_actual, sparsity/support, sparsity/threshold (none for methods without),
+    sparsity/imbalance, sparsity/error_norm (of the residual, mean over workers)
+    comm/wire_bytes (handed over by a worker), comm/link_bytes (through its link, by ring algorithms), comm/messages
+    time/forward, time/backward, time/select, time/exchange, time/rest, time/step: seconds of the slowest worker;
+        time/compute takes the place of the first two where they run as one
+    time/elapsed: seconds of training up to here, the sum of time/step: without evaluation and logging, and for
+        virtual workers as if each had a device of its own
+    time/wall: seconds that this step really took here
+
+A record of an evaluation has `step`, `epoch`, `time/elapsed`, `eval/loss` and `eval/<measure>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gradsieve.checks import UsageError
+
+FORMAT = 1
+Record = Mapping[str, float | int | None]
+Status = Literal["finished", "interrupted", "failed", "unfinished"]
+
+RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+
+
+class RunError(UsageError):
+    """A folder that holds no readable run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it."""
+
+    folder: Path
+    header: Mapping[str, Any]
+    status: Status
+    error: str | None
+    summary: Mapping[str, float]
+    steps: Sequence[Record]
+    evaluations: Sequence[Record]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        config: Mapping[str, Any] = self.header["config"]
+        return config
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        provenance: Mapping[str, Any] = self.header["provenance"]
+        return provenance
+
+    @property
+    def method(self) -> str:
+        """The method's name, with the options that are not the defaults: `micro(control='paper')`."""
+        return str(self.header["label"])
+
+    @property
+    def density(self) -> float:
+        """The density asked for; 1 for dense."""
+        return float(self.header["density"])
+
+    @property
+    def world(self) -> int:
+        return int(self.header["world"])
+
+    @property
+    def virtual(self) -> bool:
+        """Did the workers share one process, so that times are those of a simulation?"""
+        return self.config.get("virtual") is not None
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def measure(self) -> str:
+        """The name of the task's measure; its figures are under `eval/<measure>`."""
+        return str(self.header["measure"]["name"])
+
+    def series(self, name: str, *, of: Literal["steps", "evaluations"] = "steps") -> npt.NDArray[np.float64]:
+        """A column of the records; NaN where a record has none."""
+        records = self.steps if of == "steps" else self.evaluations
+        return np.array([_number(record.get(name)) for record in records], dtype=np.float64)
+
+
+def _number(value: float | int | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def summarise(steps: Sequence[Record], evaluations: Sequence[Record], steps_per_epoch: int) -> dict[str, float]:
+    """The figures that a run comes to: the last evaluation, and means over the steps."""
+    summary: dict[str, float] = {"steps": len(steps)}
+    for name in sorted({name for record in steps for name in record if "/" in name} - {"time/elapsed", "train/lr"}):
+        values = [float(record[name] or 0) for record in steps if record.get(name) is not None]
+        if values:
+            summary[name] = sum(values) / len(values)
+    if steps:
+        summary["train/loss"] = _number(steps[-1]["train/loss"])
+        summary["time/elapsed"] = _number(steps[-1]["time/elapsed"])
+        summary["time/epoch"] = summary["time/wall"] * steps_per_epoch
+    for name in evaluations[-1] if evaluations else ():
+        if name.startswith("eval/"):
+            summary[name] = _number(evaluations[-1][name])
+    return summary
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / RUN).is_file()
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among the paths and below them, each once, in order of name."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.exists():
+            raise RunError(f"there is no folder {path}: give folders that gradsieve train or compare wrote")
+        below = [path] if is_run(path) else sorted(file.parent for file in path.rglob(RUN))
+        if not below:
+            raise RunError(f"{path} holds no run (no {RUN} in it or below): give what gradsieve train or compare wrote")
+        found.update(dict.fromkeys(folder.resolve() for folder in below))
+    return list(found)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run. One that was killed is read as far as it got."""
+    header = _read_json(folder / RUN)
+    if header.get("format") != FORMAT:
+        raise RunError(
+            f"{folder / RUN} has the format {header.get('format')!r}, not {FORMAT}: it is of another version"
+        )
+    result = _read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
+    records = list(read_records(folder / METRICS))
+    return Run(
+        folder=folder,
+        header=header,
+        status=result["status"],
+        error=result.get("error"),
+        summary=result.get("summary", {}),
+        steps=[record for record in records if "train/loss" in record],
+        evaluations=[record for record in records if "eval/loss" in record],
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RunError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path} holds a {type(value).__name__}, not an object: it is not a gradsieve run")
+    return value
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise RunError(f"{path}, line {number}, is not a record: {error}") from error

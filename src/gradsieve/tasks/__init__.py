@@ -1,0 +1,123 @@
+"""The training problems: those of this package by name, a user's own as `package.module:object`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from gradsieve.tasks import cifar, digits, ratings, text
+from gradsieve.tasks.files import existing, listed
+from gradsieve.tasks.task import DataError, Examples, Measure, Noise, Recipe, Task, accuracy
+
+__all__ = [
+    "TASKS",
+    "DataError",
+    "Examples",
+    "Measure",
+    "Noise",
+    "Recipe",
+    "Task",
+    "accuracy",
+    "build_model",
+    "load_task",
+]
+
+TASKS: Mapping[str, Callable[[Path | None], Task]] = MappingProxyType(
+    {
+        "digits": digits.load,
+        "cifar10": cifar.load_cifar10,
+        "cifar100": cifar.load_cifar100,
+        "characters": text.load_characters,
+        "words": text.load_words,
+        "ratings": ratings.load,
+    }
+)
+"""Every task's loader, by name."""
+
+
+def load_task(name: str, data: Path | None) -> Task:
+    """A task by name, or a user's own: a `Task`, or a function that makes one from `data`."""
+    if name in TASKS:
+        return TASKS[name](data)
+    if ":" not in name:
+        raise DataError(f"unknown task {name!r}; {_nearest(name, TASKS)}, or your own as package.module:object")
+    own = _named_object(name)
+    if isinstance(own, Task):
+        if data is not None:
+            raise DataError(f"{name} is a Task as it stands and reads no file: leave out --data {data}")
+        return own
+    if not callable(own):
+        raise DataError(f"{name} is a {type(own).__name__}: a Task is needed, or a function that makes one from `data`")
+    made = _called(name, own, None if data is None else existing(data))
+    if not isinstance(made, Task):
+        raise DataError(f"{name} returned a {type(made).__name__}, not a Task")
+    return made
+
+
+def build_model(task: Task, name: str | None) -> nn.Module:
+    """A model of the task's, by default its first, or a user's own: a function that makes one."""
+    if name is None:
+        name = next(iter(task.models), "")
+    if name in task.models:
+        return task.models[name]()
+    if ":" not in name:
+        valid = f"{_nearest(name, task.models)}, or your own as package.module:callable"
+        raise DataError(f"the task {task.name} has no model {name!r}; {valid}")
+    own = _named_object(name)
+    if not callable(own) or isinstance(own, nn.Module):
+        raise DataError(f"{name} is a {type(own).__name__}: a function without arguments that makes a model is needed")
+    made = _called(name, own)
+    if not isinstance(made, nn.Module):
+        raise DataError(f"{name} returned a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def _named_object(name: str) -> Any:
+    """What `package.module:object` names."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute.isidentifier():
+        raise DataError(f"{name!r} is not of the form package.module:object")
+    module = _imported(module_name)
+    if not hasattr(module, attribute):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise DataError(f"the module {module_name} has no {attribute!r}; {_nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise DataError(
+                f"there is no module {error.name!r}: it must be installed, in the current folder or on PYTHONPATH"
+            ) from error
+        raise DataError(f"importing {name} raised {_told(error)}") from error
+
+
+def _called(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return make(*arguments)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name} raised {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _nearest(word: str, valid: Iterable[str]) -> str:
+    names = list(valid)
+    if not names:
+        return "it has none"
+    near = difflib.get_close_matches(word, names, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
+    return f"{hint}valid are: {listed(names, most=20)}"

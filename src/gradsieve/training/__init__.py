@@ -1,0 +1,1 @@
+"""Training runs: configuration, workers, loop, checkpoints, records."""

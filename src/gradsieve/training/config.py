@@ -1,0 +1,199 @@
+"""What a run is asked to do: one dataclass, whose fields are the options of the command line and of config files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from gradsieve.checks import UsageError, check_fraction, check_number, check_whole
+from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
+
+
+def _option(default: Any, text: str, *, metavar: str | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, "metavar": metavar})
+
+
+Precision = Literal["float32", "bfloat16"]
+Schedule = Literal["step", "cosine", "constant"]
+Optimizer = Literal["sgd", "adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of `gradsieve train`. None stands for the task's own choice, or for nothing."""
+
+    task: str = _option("digits", "Task by name, or package.module:object for your own.")
+    model: str | None = _option(None, "Model of the task by name, or package.module:callable. Default: the task's.")
+    data: Path | None = _option(None, "File or folder of the task's data; digits are built in.")
+    method: str = _option("union", "Method, with options if need be: micro, 'micro(control=paper)'.")
+    density: float | None = _option(None, f"Share of the gradient to send in a step. Default: {DEFAULT_DENSITY}.")
+    workers: int | None = _option(None, "Processes to start on this machine. Default: one, or one per GPU.")
+    virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.")
+    device: str | None = _option(None, "cpu, cuda or cuda:N. Default: cuda if there is one.")
+    backend: str | None = _option(None, "Process group: gloo or nccl. Default: by device.")
+    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.")
+    batch_size: int | None = _option(None, "Examples per worker and step.")
+    epochs: int | None = _option(None, "Epochs; the learning rate follows them.")
+    steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.")
+    lr: float | None = _option(None, "Peak learning rate. Default: the task's, in proportion to the global batch.")
+    warmup_epochs: float | None = _option(None, "Epochs over which the learning rate rises from 0.")
+    schedule: Schedule | None = _option(None, "After the warm-up: step (a tenth from 3/4 on), cosine or constant.")
+    optimizer: Optimizer | None = _option(None, "sgd or adamw.")
+    momentum: float | None = _option(None, "Of sgd; 0 where the method has its own.")
+    weight_decay: float | None = _option(None, "Of the optimizer.")
+    clip: float | None = _option(None, "Largest norm of the averaged gradient.")
+    precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.")
+    eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.")
+    checkpoint_every: int | None = _option(None, "Steps between checkpoints; 0: none at all. Default: an epoch's.")
+    output: Path | None = _option(None, "Folder of the run. Default: a new one in runs/.")
+    tensorboard: bool = _option(False, "Write TensorBoard events into the run's folder.")
+    wandb: str | None = _option(None, "Log to this Weights & Biases project.", metavar="PROJECT")
+    threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.")
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "virtual", "batch_size", "epochs", "steps", "threads"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), at_least=1)
+        for name in ("lr", "clip"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
+        for name in ("warmup_epochs", "weight_decay", "eval_every", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), at_least=0)
+        if self.momentum is not None:
+            check_number("momentum", self.momentum, at_least=0, below=1)
+        check_whole("seed", self.seed, at_least=0)
+        if self.density is not None:
+            check_fraction("density", self.density)
+        if self.workers is not None and self.virtual is not None:
+            raise UsageError("workers and virtual exclude one another: processes, or workers in one process")
+        self.make_method()
+
+    def make_method(self) -> Method:
+        return make_method(self.method, self.density)
+
+
+def make_method(expression: str, density: float | None) -> Method:
+    """A method from an expression such as `micro` or `micro(control=paper)`, at a density."""
+    name, options = parse_method(expression)
+    if density is not None:
+        if name == "dense":
+            raise UsageError("dense sends everything and takes no density: leave --density out")
+        if "density" in options:
+            raise UsageError(f"the density is given twice, in {expression!r} and as {density}: leave one out")
+        options["density"] = density
+    return method(name, **options)
+
+
+def parse_method(expression: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a method expression; bare words are strings."""
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise _not_a_method(expression) from error
+    if isinstance(tree, ast.Name):
+        return tree.id, {}
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
+        raise _not_a_method(expression)
+    options = {}
+    for keyword in tree.keywords:
+        if keyword.arg is None:
+            raise _not_a_method(expression)
+        options[keyword.arg] = _literal(keyword.value, expression)
+    return tree.func.id, options
+
+
+def _literal(node: ast.expr, expression: str) -> Any:
+    if isinstance(node, ast.Name):
+        return node.id
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise _not_a_method(expression) from error
+
+
+def _not_a_method(expression: str) -> UsageError:
+    return UsageError(f"{expression!r} is not a method: write a name ({', '.join(METHODS)}) or name(option=value, ...)")
+
+
+def method_label(made: Method) -> str:
+    """The method's name, with the options that are not the defaults; the density stands beside it."""
+    defaults = METHODS[made.name]().options
+    differing = {key: value for key, value in made.options.items() if key != "density" and value != defaults[key]}
+    return (
+        f"{made.name}({', '.join(f'{key}={value!r}' for key, value in differing.items())})" if differing else made.name
+    )
+
+
+def option_types(config: type[Any]) -> dict[str, Any]:
+    """The type of each option of a config class."""
+    hints = get_type_hints(config)
+    return {field.name: hints[field.name] for field in fields(config)}
+
+
+def from_mapping(config: type[TrainConfig], values: Mapping[str, Any], source: str) -> TrainConfig:
+    """A config from plain values, each checked for its name and type; `source` is named in errors."""
+    known = option_types(config)
+    for key in values:
+        if key not in known:
+            raise UsageError(f"{source}: there is no option {key!r}; {nearest(key, known)}")
+    converted = {key: convert(key, value, known[key], source) for key, value in values.items()}
+    try:
+        return config(**converted)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: {error}") from error
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    names = list(valid)
+    near = difflib.get_close_matches(word.replace("-", "_"), names, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"valid are: {', '.join(names)}"
+
+
+def convert(name: str, value: Any, wanted: Any, source: str) -> Any:
+    """A plain value, as files hold it, in the type of an option."""
+    if value is None and type(None) in get_args(wanted):
+        return None
+    for kind in _alternatives(wanted):
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return value
+        elif kind is Path and isinstance(value, (str, Path)):
+            return Path(value)
+        elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        elif kind in (bool, int, str) and type(value) is kind:
+            return value
+    raise UsageError(f"{source}: {name} must be {_described(wanted)}, not {value!r}")
+
+
+def _alternatives(wanted: Any) -> list[Any]:
+    if get_origin(wanted) in (typing.Union, types.UnionType):
+        return [kind for kind in get_args(wanted) if kind is not type(None)]
+    return [wanted]
+
+
+def _described(wanted: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+    return " or ".join(
+        " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else words[kind]
+        for kind in _alternatives(wanted)
+    )
+
+
+def to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """The config as plain values that JSON, TOML and YAML can hold."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def default_of(config: type[Any], name: str) -> Any:
+    default = next(field for field in fields(config) if field.name == name).default
+    return None if default is MISSING else default

@@ -1,0 +1,53 @@
+"""Where a new run is written."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from itertools import count
+from pathlib import Path
+
+from gradsieve.checks import UsageError
+from gradsieve.runs import is_run
+from gradsieve.training.plan import Plan
+
+RUNS = Path("runs")
+
+
+def run_name(plan: Plan) -> str:
+    """A folder name that says what a run is."""
+    density = "" if plan.config.density is None else f"-{plan.config.density:g}"
+    kind = "v" if plan.config.virtual is not None else "w"
+    return _plain(f"{plan.task.name}-{plan.config.model}-{plan.label}{density}-{kind}{plan.world}-s{plan.config.seed}")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.]+", "-", text).strip("-")
+
+
+def new_folder(plan: Plan) -> Path:
+    """Make the folder that was asked for, or one with a name of its own."""
+    if plan.config.output is not None:
+        return empty_folder(plan.config.output)
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_name(plan)}"
+    names = (stem if attempt == 1 else f"{stem}-{attempt}" for attempt in count(1))
+    return empty_folder(next(RUNS / name for name in names if not (RUNS / name).exists()))
+
+
+def empty_folder(folder: Path) -> Path:
+    """Make a folder for a run, and see that it can be written."""
+    folder = folder.expanduser().resolve()
+    if is_run(folder):
+        raise UsageError(f"{folder} holds a run already: go on with it by --resume {folder}, or give another --output")
+    make_writable(folder)
+    return folder
+
+
+def make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to the folder {folder}: {error.strerror or error}") from error

@@ -1,0 +1,195 @@
+"""Starts the processes of a run on this machine, watches over them, and ends them all when one fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from gradsieve.runs import RESULT, Record, Status
+from gradsieve.training.recorder import Sink, write_result, write_text
+from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, summary_of
+
+GRACE_SECONDS = 5.0
+"""For the other processes to end by themselves once one has failed."""
+
+
+class _Message(NamedTuple):
+    """From a worker to the process that started it: `start`, `record`, `ended` or `failed`."""
+
+    kind: str
+    content: Any
+
+
+class _PipeSink:
+    """Hands a run's records to the process that started it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def start(self, header: Mapping[str, Any], steps_done: int) -> None:
+        self._pipe.send(_Message("start", (header, steps_done)))
+
+    def write(self, record: Record) -> None:
+        self._pipe.send(_Message("record", record))
+
+    def close(self) -> None:
+        """The end of the process says it."""
+
+
+def launch(order: Order, num_processes: int, sinks: Sequence[Sink] = ()) -> Ended:
+    """Carry out an order in so many new processes, and wait for its end. Ctrl-C ends the run, a second one kills it."""
+    with tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch:
+        crew = _Crew(order, num_processes, f"file://{scratch}/meeting")
+        with _forwarding_interrupts(crew):
+            failure = crew.watch(sinks)
+    assert order.folder is not None
+    if failure is not None:
+        return _failed(order.folder, failure)
+    return Ended(order.folder, crew.status)
+
+
+def _failed(folder: Path, failure: _Failure) -> Ended:
+    if not (folder / RESULT).exists():
+        write_text(folder / "error.txt", failure.details)
+        write_result(folder, "failed", _summary_so_far(folder), failure.line)
+    return Ended(folder, "failed", failure.line)
+
+
+def _summary_so_far(folder: Path) -> Record:
+    try:
+        return summary_of(folder)
+    except ValueError:  # it failed before there was anything
+        return {}
+
+
+class _Failure(NamedTuple):
+    line: str
+    details: str
+
+
+class _Crew:
+    """The processes of one run."""
+
+    def __init__(self, order: Order, num_processes: int, meeting: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # torch is imported once, in the server that the workers are forked from
+        context.set_forkserver_preload(["gradsieve.training.session"])
+        self.status: Status = "interrupted"
+        self._pipes: dict[Connection, int] = {}
+        self._done: set[int] = set()
+        self._processes = []
+        for rank in range(num_processes):
+            ours, theirs = context.Pipe(duplex=False)
+            seat = Seat(rank, num_processes, rank, num_processes, meeting)
+            process = context.Process(target=_work, args=(order, seat, theirs), name=f"worker {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[ours] = rank
+            self._processes.append(process)
+
+    def watch(self, sinks: Sequence[Sink]) -> _Failure | None:
+        """Pass on what the workers tell until all have ended; returns the first failure."""
+        failure: _Failure | None = None
+        while self._pipes:
+            ready = wait(list(self._pipes), timeout=None if failure is None else GRACE_SECONDS)
+            if not ready:
+                break
+            for pipe in ready:
+                failure = self._hear(cast("Connection", pipe), sinks) or failure
+        self.kill()
+        for sink in sinks:
+            sink.close()
+        return failure
+
+    def _hear(self, pipe: Connection, sinks: Sequence[Sink]) -> _Failure | None:
+        rank = self._pipes[pipe]
+        try:
+            message: _Message = pipe.recv()
+        except (EOFError, OSError):
+            return self._lost(pipe, rank)
+        if message.kind == "failed":
+            return _Failure(*message.content)
+        if message.kind == "ended":
+            self._done.add(rank)
+            self.status = message.content if rank == 0 else self.status
+        for sink in sinks:
+            if message.kind == "start":
+                sink.start(*message.content)
+            elif message.kind == "record":
+                sink.write(message.content)
+        return None
+
+    def _lost(self, pipe: Connection, rank: int) -> _Failure | None:
+        """A worker has closed its pipe: it is done, or it is dead."""
+        del self._pipes[pipe]
+        if rank in self._done:
+            return None
+        process = self._processes[rank]
+        process.join(GRACE_SECONDS)
+        code = process.exitcode
+        reason = f"exit code {code}"
+        if code is not None and code < 0:
+            reason = f"signal {signal.Signals(-code).name}"
+        line = f"worker {rank} died ({reason})"
+        return None if code == WORKER_FAILED else _Failure(line, line)
+
+    def interrupt(self) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+WORKER_FAILED = 70
+"""Exit code of a worker that has told why."""
+
+
+def _work(order: Order, seat: Seat, pipe: Connection) -> None:
+    """The life of one worker."""
+    interruption = Interruption()
+    interruption.install()
+    # local workers meet on the loopback interface, whatever the machine's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        ended = carry_out(order, seat, [_PipeSink(pipe)] if seat.rank == 0 else [], interruption)
+        pipe.send(_Message("ended", ended.status))
+    except BaseException as error:
+        pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc())))
+        os._exit(WORKER_FAILED)
+
+
+def one_line(error: BaseException, rank: int) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return f"worker {rank}: {named}"
+
+
+@contextmanager
+def _forwarding_interrupts(crew: _Crew) -> Iterator[None]:
+    """Ctrl-C asks the workers to end after their step; the second one does not ask."""
+    asked = False
+
+    def forward(number: int, frame: Any) -> None:  # noqa: ARG001 - the signature of a signal handler
+        nonlocal asked
+        crew.kill() if asked else crew.interrupt()
+        asked = True
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

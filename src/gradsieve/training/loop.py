@@ -1,0 +1,121 @@
+"""The training loop, the same for processes and virtual workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from gradsieve.runs import Status
+from gradsieve.training.checkpoint import load_checkpoint, save_checkpoint
+from gradsieve.training.engine import Engine, Outcome
+from gradsieve.training.evaluation import evaluate
+from gradsieve.training.plan import Plan
+from gradsieve.training.recorder import Recorder
+
+
+class Training:
+    """A run under way in this process."""
+
+    def __init__(
+        self, plan: Plan, engine: Engine, folder: Path, recorder: Recorder | None, stopping: Callable[[], bool]
+    ) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._folder = folder
+        self._recorder = recorder
+        """None where another process writes."""
+        self._stopping = stopping
+        self._optimizer = _optimizer(plan, engine)
+        self._steps_done = 0
+        self._elapsed = 0.0
+
+    def resume(self) -> int:
+        """Go on from the run's checkpoint; returns the steps done by then."""
+        shared = load_checkpoint(self._folder, self._engine)
+        self._engine.model.load_state_dict(shared["model"])
+        self._optimizer.load_state_dict(shared["optimizer"])
+        self._steps_done, self._elapsed = shared["steps_done"], shared["elapsed"]
+        return self._steps_done
+
+    def run(self) -> Status:
+        """Train to the end, or until someone asks to stop; returns how it ended."""
+        stop = False
+        while self._steps_done < self._plan.total_steps and not stop:
+            stop = self._step()
+            if self._plan.evaluates_after(self._steps_done):
+                self._evaluate()
+            if self._plan.saves_after(self._steps_done) or (stop and self._plan.config.checkpoint_every):
+                self._save()
+        return "finished" if self._steps_done >= self._plan.total_steps else "interrupted"
+
+    def _step(self) -> bool:
+        began = perf_counter()
+        lr = self._plan.learning_rate(self._steps_done)
+        self._engine.gradients(self._steps_done)
+        with self._engine.timed("rest"):
+            self._apply(lr)
+        outcome = self._engine.outcome(stop=self._stopping())
+        self._steps_done += 1
+        self._elapsed += sum(outcome.seconds.values())
+        self._write(self._step_record(outcome, lr) | {"time/wall": perf_counter() - began})
+        return outcome.stop
+
+    def _apply(self, lr: float) -> None:
+        parameters = list(self._engine.model.parameters())
+        if self._plan.config.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._plan.config.clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._engine.clear_gradients()
+
+    def _step_record(self, outcome: Outcome, lr: float) -> dict[str, float | int | None]:
+        stats = outcome.stats
+        return {
+            "train/loss": outcome.loss,
+            "train/lr": lr,
+            "sparsity/density_asked": stats.target / stats.numel,
+            "sparsity/density_actual": stats.density,
+            "sparsity/support": stats.support,
+            "sparsity/threshold": stats.threshold,
+            "sparsity/imbalance": stats.imbalance,
+            "sparsity/error_norm": outcome.error_norm,
+            "comm/wire_bytes": stats.wire_bytes,
+            "comm/link_bytes": stats.link_bytes,
+            "comm/messages": stats.num_messages,
+            **{f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()},
+            "time/step": sum(outcome.seconds.values()),
+        }
+
+    def _evaluate(self) -> None:
+        if self._recorder is not None:
+            self._write(evaluate(self._engine.model, self._plan.task, self._engine.device))
+
+    def _write(self, record: Mapping[str, float | int | None]) -> None:
+        if self._recorder is None:
+            return
+        place = {"step": self._steps_done, "epoch": self._plan.epoch(self._steps_done), "time/elapsed": self._elapsed}
+        self._recorder.write({**place, **record})
+
+    def _save(self) -> None:
+        shared = {
+            "model": self._engine.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "steps_done": self._steps_done,
+            "elapsed": self._elapsed,
+        }
+        save_checkpoint(self._folder, self._engine, shared)
+
+
+def _optimizer(plan: Plan, engine: Engine) -> torch.optim.Optimizer:
+    config, parameters = plan.config, engine.model.parameters()
+    assert config.weight_decay is not None
+    assert config.momentum is not None
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, weight_decay=config.weight_decay)
+    return torch.optim.SGD(
+        parameters, momentum=config.momentum, weight_decay=config.weight_decay, fused=engine.device.type == "cuda"
+    )

@@ -1,0 +1,127 @@
+"""From what was asked to what is done: the task's choices filled in, the steps counted, the learning rate laid out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsieve.checks import UsageError
+from gradsieve.methods import Method
+from gradsieve.tasks import Task, load_task
+from gradsieve.training.config import TrainConfig, method_label
+
+PAPER_WORKERS = 4
+"""Recipes give the learning rate for so many workers."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to be carried out."""
+
+    config: TrainConfig
+    """With nothing left open that the task decides."""
+    task: Task
+    method: Method
+    world: int
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        whole = self.epochs * self.steps_per_epoch
+        return whole if self.config.steps is None else self.config.steps
+
+    @property
+    def epochs(self) -> int:
+        assert self.config.epochs is not None
+        return self.config.epochs
+
+    @property
+    def batch_size(self) -> int:
+        assert self.config.batch_size is not None
+        return self.config.batch_size
+
+    @property
+    def label(self) -> str:
+        return method_label(self.method)
+
+    def epoch(self, steps_done: int) -> float:
+        return steps_done / self.steps_per_epoch
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step that follows after `step` others: up from 0, then by the schedule."""
+        config = self.config
+        assert config.lr is not None
+        assert config.warmup_epochs is not None
+        warmup = config.warmup_epochs * self.steps_per_epoch
+        if step < warmup:
+            return config.lr * min(1.0, (step + 1) / warmup)
+        whole = self.epochs * self.steps_per_epoch
+        if config.schedule == "step":
+            return config.lr * (0.1 if step >= 0.75 * whole else 1.0)
+        if config.schedule == "cosine":
+            progress = min(1.0, (step - warmup) / max(1.0, whole - warmup))
+            return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        return config.lr
+
+    def evaluates_after(self, steps_done: int) -> bool:
+        """Is the model judged after so many steps?"""
+        if steps_done == self.total_steps:
+            return True
+        period = round(self.config.eval_every * self.steps_per_epoch)
+        return period > 0 and steps_done % period == 0
+
+    def saves_after(self, steps_done: int) -> bool:
+        """Is a checkpoint written after so many steps?"""
+        period = self.config.checkpoint_every
+        return bool(period) and (steps_done == self.total_steps or steps_done % int(period or 1) == 0)
+
+
+def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan:
+    """Load the task, unless it is given, and fill in what the config leaves open."""
+    task = task or load_task(config.task, config.data)
+    method = config.make_method()
+    recipe = task.recipe
+    batch_size = config.batch_size or recipe.batch_size
+    steps_per_epoch = len(task.train) // (world * batch_size)
+    if steps_per_epoch == 0:
+        raise UsageError(
+            f"{world} workers with a batch of {batch_size} need {world * batch_size} training examples a step, "
+            f"and {task.name} has {len(task.train)}: give fewer workers or a smaller --batch-size"
+        )
+    scale = world * batch_size / (PAPER_WORKERS * recipe.batch_size)
+    open_options: dict[str, Any] = {
+        "model": next(iter(task.models)),
+        "batch_size": batch_size,
+        "epochs": recipe.epochs,
+        "lr": recipe.lr * (scale if recipe.optimizer == "sgd" else 1.0),
+        "warmup_epochs": recipe.warmup_epochs,
+        "schedule": recipe.schedule,
+        "optimizer": recipe.optimizer,
+        # a method that brings momentum of its own wants none after it
+        "momentum": 0.0 if method.feedback.momentum else recipe.momentum,
+        "weight_decay": recipe.weight_decay,
+        "clip": recipe.clip,
+        "checkpoint_every": steps_per_epoch,
+        "device": default_device(),
+    }
+    filled = {name: value for name, value in open_options.items() if getattr(config, name) is None}
+    # so that the config of a run means the same wherever, and however the method was written
+    fixed: dict[str, Any] = {
+        "method": method_label(method),
+        "density": None if method.name == "dense" else method.density,
+        "data": _absolute(config.data),
+        "output": _absolute(config.output),
+    }
+    return Plan(replace(config, **filled, **fixed), task, method, world, steps_per_epoch)
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().resolve()

@@ -1,0 +1,114 @@
+"""From a config to a finished run: everything checked first, then in processes of ours or among a launcher's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsieve.checks import UsageError
+from gradsieve.runs import RunError, is_run, read_run
+from gradsieve.tasks import Task, build_model
+from gradsieve.training.checkpoint import checkpoint_of
+from gradsieve.training.config import TrainConfig, from_mapping
+from gradsieve.training.folder import make_writable, new_folder
+from gradsieve.training.launch import launch
+from gradsieve.training.place import Place, find_place
+from gradsieve.training.plan import Plan, make_plan
+from gradsieve.training.recorder import Sink
+from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out
+
+MAY_CHANGE = {"epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"}
+"""Options that a resumed run may take anew."""
+
+
+def train(config: TrainConfig, sinks: Sequence[Sink] = ()) -> Ended:
+    """Carry out a new run."""
+    return _carried_out(config, None, sinks)
+
+
+def resume(folder: Path, changes: Mapping[str, Any], sinks: Sequence[Sink] = ()) -> Ended:
+    """Go on with a run from its last checkpoint; `changes` are options given anew."""
+    folder = folder.expanduser().resolve()
+    return _carried_out(resumed_config(folder, changes), folder, sinks)
+
+
+def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """The config of a run to be resumed, with the changes that it may take."""
+    if not is_run(folder):
+        raise RunError(f"{folder} holds no run to resume: give the folder that gradsieve train wrote")
+    if checkpoint_of(folder) is None:
+        raise RunError(f"{folder} has no checkpoint to go on from: it ended before one was written, or wrote none")
+    stored = dict(read_run(folder).config)
+    for name, value in changes.items():
+        if name not in MAY_CHANGE and value != stored.get(name):
+            raise UsageError(
+                f"{folder} was run with {name} {stored.get(name)!r}, and a resumed run cannot change it to {value!r}; "
+                f"it can change: {', '.join(sorted(MAY_CHANGE))}"
+            )
+    make_writable(folder)
+    return from_mapping(TrainConfig, stored | dict(changes), str(folder))
+
+
+def _carried_out(config: TrainConfig, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
+    place = find_place(os.environ) if config.virtual is None else None
+    if place is not None:
+        return _joined(config, place, resumed, sinks)
+    plan = checked_plan(config, num_workers(config))
+    order = Order(plan.config, resumed or new_folder(plan), resume=resumed is not None)
+    return launch(order, 1 if config.virtual is not None else plan.world, sinks)
+
+
+def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
+    """Be one of the workers that a launcher started."""
+    if config.workers not in (None, place.world):
+        raise UsageError(
+            f"{place.launcher} started {place.world} workers, but {config.workers} are asked for: leave out --workers, "
+            f"or start as many"
+        )
+    plan = checked_plan(config, place.world)
+    # torchrun serves the meeting place itself, and says so in the environment
+    meeting = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
+    seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting)
+    interruption = Interruption()
+    interruption.install()
+    order = Order(plan.config, resumed, resume=resumed is not None)
+    return carry_out(order, seat, list(sinks) if place.rank == 0 else [], interruption)
+
+
+def num_workers(config: TrainConfig) -> int:
+    """Of a run that no launcher started."""
+    asked = config.virtual or config.workers
+    if asked is not None:
+        return asked
+    on_cpu = config.device is not None and config.device.startswith("cpu")
+    return 1 if on_cpu else max(1, torch.cuda.device_count())
+
+
+def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan:
+    """The plan of a run, with all found that can be wrong before anything is started."""
+    _check_device(config)
+    if config.backend not in (None, "gloo", "nccl"):
+        raise UsageError(f"backend must be gloo or nccl, not {config.backend!r}")
+    plan = make_plan(config, world, task)
+    if plan.config.model not in plan.task.models:
+        build_model(plan.task, plan.config.model)
+    plan.method.proposers.check(world)
+    return replace(plan, config=replace(plan.config, workers=None if config.virtual is not None else world))
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.device is None:
+        return
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise UsageError(f"device must be cpu, cuda or cuda:N, not {config.device!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device must be cpu, cuda or cuda:N, not {config.device!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {config.device} is not here: this machine has {torch.cuda.device_count()} GPUs")
