@@ -8,12 +8,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from gradsieve.runs import Record
 from gradsieve.training.session import Ended
 
 FAILED, INTERRUPTED = 1, 130
+MOST_BARS = 12
+PLAIN_WIDTH = 200
+"""Of what goes to a file or a pipe, where nobody knows the width."""
 
 
 class Display:
@@ -21,7 +23,9 @@ class Display:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=quiet, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = PLAIN_WIDTH
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -32,6 +36,7 @@ class Display:
             disable=quiet or not self.console.is_terminal,
         )
         self._overall: TaskID | None = None
+        self._num_runs = 1
 
     def __enter__(self) -> Display:
         self._bars.start()
@@ -48,30 +53,43 @@ class Display:
 
     def expect(self, num_runs: int) -> None:
         """Show a bar for so many runs in all."""
+        self._num_runs = num_runs
         self._overall = self._bars.add_task("all runs", total=num_runs, news="")
 
     def advance(self) -> None:
         if self._overall is not None:
             self._bars.advance(self._overall)
 
-    def sink(self, name: str | None = None) -> RunDisplay:
+    def sink(self, name: str = "") -> RunDisplay:
         """Follows one run; by default under its method's name."""
         return RunDisplay(self, name)
 
     def bar(self, name: str, total: int, done: int) -> TaskID:
         return self._bars.add_task(name, total=total, completed=done, news="")
 
+    def judged(self, name: str, place: str, figure: str) -> None:
+        """An evaluation; where there are no bars and no other runs, it gets a line."""
+        if not self.live and self._num_runs == 1:
+            self.line(f"{name}  {place}  {figure}")
+
+    def ended(self, bar: TaskID, name: str, figure: str) -> None:
+        """A run is over: its bar stays, unless there are too many."""
+        if self.live and self._num_runs > MOST_BARS:
+            self._bars.remove_task(bar)
+        if self._num_runs > (MOST_BARS if self.live else 1):
+            self.line(f"{name}  {figure}")
+
     def update(self, bar: TaskID, done: int, news: str) -> None:
         self._bars.update(bar, completed=done, news=news)
 
     def line(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
 
 class RunDisplay:
     """A `Sink` that shows a run."""
 
-    def __init__(self, display: Display, name: str | None) -> None:
+    def __init__(self, display: Display, name: str) -> None:
         self._display = display
         self._name = name
         self._bar = TaskID(0)
@@ -79,7 +97,7 @@ class RunDisplay:
         self._judged = ""
 
     def start(self, header: Mapping[str, Any], steps_done: int) -> None:
-        self._name = self._name or f"{header['label']}"
+        self._name = self._name or str(header["label"])
         self._measure = header["measure"]
         self._bar = self._display.bar(self._name, header["total_steps"], steps_done)
 
@@ -87,8 +105,7 @@ class RunDisplay:
         name = f"eval/{self._measure['name']}"
         if name in record:
             self._judged = f"{self._measure['name']} {measure_text(self._measure, record[name])}"
-            if not self._display.live:
-                self._display.line(f"{self._name}  step {record['step']}  epoch {record['epoch']:.2f}  {self._judged}")
+            self._display.judged(self._name, f"step {record['step']}  epoch {record['epoch']:.2f}", self._judged)
             return
         news = (
             f"loss {_short(record['train/loss'])}  density {_short(record['sparsity/density_actual'])}  {self._judged}"
@@ -96,7 +113,8 @@ class RunDisplay:
         self._display.update(self._bar, int(record["step"] or 0), news)
 
     def close(self) -> None:
-        """The bar stays."""
+        if self._measure:
+            self._display.ended(self._bar, self._name, self._judged)
 
 
 def measure_text(measure: Mapping[str, Any], value: float | None) -> str:
@@ -108,16 +126,6 @@ def measure_text(measure: Mapping[str, Any], value: float | None) -> str:
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def table_of(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table, its first column left-justified and the others right."""
-    table = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def exit_code(ended: Ended) -> int:

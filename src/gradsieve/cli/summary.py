@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import rich.table
+import rich.text
 from rich.console import Console
 
 from gradsieve.cli.display import measure_text
+from gradsieve.report import RESULT_KEYS, TIME_KEYS, Table, summary_rows, summary_table
 from gradsieve.runs import Run, read_run
 from gradsieve.training.session import Ended
 
@@ -12,12 +15,12 @@ from gradsieve.training.session import Ended
 def show_end(console: Console, ended: Ended) -> None:
     """How one run ended, and where it lies."""
     if ended.status == "failed":
-        console.print(f"failed: {ended.error} (more in {ended.folder / 'error.txt'})", markup=False)
+        console.print(f"failed: {ended.error} (more in {ended.folder / 'error.txt'})", markup=False, soft_wrap=True)
     elif ended.status == "interrupted":
-        console.print(f"interrupted: go on with gradsieve train --resume {ended.folder}", markup=False)
+        console.print(f"interrupted: go on with gradsieve train --resume {ended.folder}", markup=False, soft_wrap=True)
     for line in _figures(read_run(ended.folder)) if ended.status != "failed" else ():
-        console.print(line, markup=False)
-    console.print(str(ended.folder), markup=False)
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(str(ended.folder), markup=False, soft_wrap=True)
 
 
 def _figures(run: Run) -> list[str]:
@@ -38,4 +41,16 @@ PHASES = ("forward", "backward", "compute", "select", "exchange", "rest", "step"
 
 
 def show_summary(console: Console, runs: list[Run]) -> None:
-    """The table of a grid."""
+    """The tables of a grid: what was reached, and what a step took."""
+    table = summary_table(summary_rows(runs))
+    for title, keys in (("Results", RESULT_KEYS), ("Times of a step, slowest worker", TIME_KEYS)):
+        console.print(_drawn(title, table.only(*keys)))
+
+
+def _drawn(title: str, table: Table) -> rich.table.Table:
+    drawn = rich.table.Table(title=title, title_justify="left")
+    for column in table.columns:
+        drawn.add_column(column.title, justify="right" if column.numeric else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(rich.text.Text(cell.text) for cell in row))
+    return drawn

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradsieve.control import STAGE_RATIO
 
-
 FEW_COMPARISONS = 1 << 26
 """Up to so many, comparing all with all is faster on CUDA than a histogram, which makes the host wait."""
 
