@@ -3,15 +3,15 @@ BIN := .venv/bin
 
 .PHONY: setup demo test test-slow test-gpu check format clean
 
-setup: .venv/installed  ## make .venv and install what the checks and tests need
+setup: .venv/dev  ## make .venv and install what the checks and tests need
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
-demo: setup  ## train over four real processes with several methods, and compare them
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/ddp.py
+demo: .venv/demo  ## train on digits over four processes with eight methods; prints a table and the path of a report
+	$(BIN)/gradsieve demo
 
 test: setup  ## every test but the slow and the GPU ones
 	$(BIN)/pytest -m "not slow and not gpu"

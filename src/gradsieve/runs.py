@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,11 @@ def read_run(folder: Path) -> Run:
         raise RunError(
             f"{folder / RUN} has the format {header.get('format')!r}, not {FORMAT}: it is of another version"
         )
-    result = _read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
+    result: dict[str, Any] = _read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
+    if result.get("status") not in get_args(Status):
+        raise RunError(
+            f"{folder / RESULT} has the status {result.get('status')!r}: it is damaged, or of another version"
+        )
     records = list(read_records(folder / METRICS))
     return Run(
         folder=folder,
@@ -176,8 +180,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 return
             raise RunError(f"{path}, line {number}, is not a record: {error}") from error
+        if not isinstance(record, dict) or "step" not in record:
+            raise RunError(f"{path}, line {number}, is not a record: it lacks a step")
+        yield record

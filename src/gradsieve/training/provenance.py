@@ -8,12 +8,13 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+
+import gradsieve
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
-        "gradsieve": _version("gradsieve"),
+        "gradsieve": gradsieve.__version__,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": platform.python_version(),
@@ -39,13 +40,6 @@ def _command() -> str:
     program = Path(sys.argv[0]).name if sys.argv else ""
     program = "python -m gradsieve" if program == "__main__.py" else program
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu() -> str | None:
