@@ -188,14 +188,14 @@ def told(run: Run) -> list[dict[str, Any]]:
 def checkpoint(folder: Path) -> dict[str, Any]:
     """All that a run's checkpoint holds, by file and path in it; `elapsed` is a time."""
     files = sorted((folder / "checkpoint").iterdir())
-    return {name: value for file in files for name, value in _leaves(torch.load(file), file.stem) if "elapsed" not in name}
+    return {name: value for file in files for name, value in leaves(torch.load(file), file.stem) if "elapsed" not in name}
 
 
-def _leaves(value: Any, name: str) -> list[tuple[str, Any]]:
+def leaves(value: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        return [leaf for key, part in value.items() for leaf in _leaves(part, f"{name}/{key}")]
+        return [leaf for key, part in value.items() for leaf in leaves(part, f"{name}/{key}")]
     if isinstance(value, (list, tuple)):
-        return [leaf for key, part in enumerate(value) for leaf in _leaves(part, f"{name}/{key}")]
+        return [leaf for key, part in enumerate(value) for leaf in leaves(part, f"{name}/{key}")]
     return [(name, value)]
 
 

@@ -4,7 +4,7 @@ import gc
 import re
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet import Fleet
-from gradsieve.collectives import Collectives, GroupCollectives, LocalCollectives, lockstep, run
+from gradsieve.collectives import Collectives, GroupCollectives, LocalCollectives, TeamCollectives, lockstep, run
 
 CPU = torch.device("cpu")
 Program = Callable[[Collectives], Coroutine[Any, Any, Any]]
@@ -22,13 +22,36 @@ Program = Callable[[Collectives], Coroutine[Any, Any, Any]]
 class Outcome(NamedTuple):
     result: Any
     wire_bytes: int
+    link_bytes: float
+    num_messages: int
     seconds: dict[str, float]
+
+    @property
+    def traffic(self) -> tuple[int, float, int]:
+        return self.wire_bytes, self.link_bytes, self.num_messages
+
+
+def outcome_of(result: Any, collectives: Collectives) -> Outcome:
+    counted = collectives.wire_bytes, collectives.link_bytes, collectives.num_messages
+    return Outcome(result, *counted, collectives.watch.seconds())
 
 
 def own(collectives: Collectives, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of this rank's; small whole numbers, so that sums are exact in any order."""
-    numbers = torch.arange(1, torch.Size(shape).numel() + 1) * (collectives.rank + 1)
-    return numbers.reshape(shape).to(dtype)
+    """A tensor of this rank's; small whole numbers, so that sums are exact in any order. A team's are stacked."""
+    if isinstance(collectives, TeamCollectives):
+        return torch.stack([_numbers(rank, shape).to(dtype) for rank in range(collectives.world)])
+    return _numbers(collectives.rank, shape).to(dtype)
+
+
+def _numbers(rank: int, shape: tuple[int, ...]) -> Tensor:
+    return (torch.arange(1, torch.Size(shape).numel() + 1) * (rank + 1)).reshape(shape)
+
+
+async def pieces(collectives: Collectives, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
+    """Gather pieces of these lengths. A team's stand one after the other."""
+    ranks = range(collectives.world) if isinstance(collectives, TeamCollectives) else [collectives.rank]
+    piece = torch.cat([_numbers(rank, (counts[rank],)) for rank in ranks]).to(torch.int32)
+    return await collectives.gather_pieces(piece, counts, sources)
 
 
 async def gather_vectors(collectives: Collectives) -> Tensor:
@@ -71,8 +94,45 @@ async def gather_numbers(collectives: Collectives) -> list[list[int]]:
     return await collectives.gather_numbers([collectives.rank, 7, 2**31 - 1])
 
 
+async def gather_own_numbers(collectives: Collectives) -> list[list[int]]:
+    return await collectives.gather_numbers(own(collectives, 3, dtype=torch.int64))
+
+
 async def sum_numbers(collectives: Collectives) -> list[float]:
     return await collectives.sum_numbers(own(collectives, 3))
+
+
+async def pieces_of_all(collectives: Collectives) -> list[Tensor]:
+    """Rank 0 has an empty one, the last the longest."""
+    world = collectives.world
+    return await pieces(collectives, [3 * rank for rank in range(world)], range(world))
+
+
+async def pieces_of_one_length(collectives: Collectives) -> list[Tensor]:
+    world = collectives.world
+    return await pieces(collectives, [4] * world, range(world))
+
+
+async def piece_of_the_first(collectives: Collectives) -> list[Tensor]:
+    return await pieces(collectives, [5] + [0] * (collectives.world - 1), [0])
+
+
+async def pieces_of_all_but_the_first(collectives: Collectives) -> list[Tensor]:
+    """One of them is empty."""
+    counts = [3 * ((rank + 1) % collectives.world) for rank in range(collectives.world)]
+    return await pieces(collectives, counts, range(1, collectives.world))
+
+
+async def no_pieces(collectives: Collectives) -> list[Any]:
+    nobody = [0] * collectives.world
+    return [await pieces(collectives, nobody, sources) for sources in (range(collectives.world), [0], [])]
+
+
+async def alike(collectives: Collectives) -> list[Any]:
+    """What all compute alike from what they were told, between messages."""
+    gathered = await gather_vectors(collectives)
+    total = await collectives.alike(lambda: gathered.sum(0))
+    return [total, await collectives.alike(gathered.tolist), await reduce_floats(collectives)]
 
 
 async def all_in_a_row(collectives: Collectives) -> list[Any]:
@@ -108,7 +168,14 @@ PROGRAMS: dict[str, Program] = {
         broadcast_from_each,
         broadcast_columns,
         gather_numbers,
+        gather_own_numbers,
         sum_numbers,
+        pieces_of_all,
+        pieces_of_one_length,
+        piece_of_the_first,
+        pieces_of_all_but_the_first,
+        no_pieces,
+        alike,
         all_in_a_row,
         nothing,
     )
@@ -125,18 +192,19 @@ def _over_group(names: list[str]) -> dict[str, Outcome]:
     outcomes = {}
     for name in names:
         collectives = GroupCollectives(_world_group(), CPU)
-        result = run(PROGRAMS[name](collectives))
-        outcomes[name] = Outcome(result, collectives.wire_bytes, collectives.watch.seconds())
+        outcomes[name] = outcome_of(run(PROGRAMS[name](collectives)), collectives)
     return outcomes
 
 
 def in_process(program: Program, world: int) -> list[Outcome]:
     ranks = [LocalCollectives(rank, world, CPU) for rank in range(world)]
     results = lockstep([program(collectives) for collectives in ranks])
-    return [
-        Outcome(result, collectives.wire_bytes, collectives.watch.seconds())
-        for result, collectives in zip(results, ranks, strict=True)
-    ]
+    return [outcome_of(result, collectives) for result, collectives in zip(results, ranks, strict=True)]
+
+
+def as_team(program: Program, world: int) -> Outcome:
+    team = TeamCollectives(world, CPU)
+    return outcome_of(run(program(team)), team)
 
 
 def _plain(result: Any) -> Any:
@@ -163,7 +231,7 @@ def test_ranks_in_process_count_the_bytes_that_ranks_of_a_group_count(
     over_group: list[dict[str, Outcome]], name: str
 ) -> None:
     twins = in_process(PROGRAMS[name], world=len(over_group))
-    assert [twin.wire_bytes for twin in twins] == [rank[name].wire_bytes for rank in over_group]
+    assert [twin.traffic for twin in twins] == [rank[name].traffic for rank in over_group]
 
 
 @pytest.mark.parametrize(
@@ -177,11 +245,93 @@ def test_ranks_in_process_count_the_bytes_that_ranks_of_a_group_count(
         (broadcast_columns, [0, 0, 48]),  # only the source hands something over
         (gather_numbers, [24, 24, 24]),
         (sum_numbers, [12, 12, 12]),
+        (pieces_of_all, [24, 24, 24]),  # padded to the longest
+        (piece_of_the_first, [20, 0, 0]),
+        (pieces_of_all_but_the_first, [0, 24, 0]),
         (nothing, [0, 0, 0]),
     ],
 )
 def test_bytes_are_those_that_a_rank_hands_over(program: Program, wire_bytes: list[int]) -> None:
     assert [outcome.wire_bytes for outcome in in_process(program, world=3)] == wire_bytes
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("program", "num_messages", "link_bytes"),
+    [
+        (gather_vectors, 1, lambda world: (world - 1) * 20),
+        (gather_matrices, 1, lambda world: (world - 1) * 24),
+        (gather_numbers, 1, lambda world: (world - 1) * 24),
+        (reduce_floats, 1, lambda world: 2 * (world - 1) / world * 28),
+        (sum_numbers, 1, lambda world: 2 * (world - 1) / world * 12),
+        (broadcast_columns, 1, lambda world: 48 if world > 1 else 0),
+        (pieces_of_one_length, 1, lambda world: (world - 1) * 16),
+        (alike, 2, lambda world: (world - 1) * 20 + 2 * (world - 1) / world * 28),
+        (nothing, 0, lambda _: 0),
+        (no_pieces, 0, lambda _: 0),
+    ],
+)
+def test_through_every_link_passes_what_a_ring_passes_on(
+    program: Program, num_messages: int, link_bytes: Callable[[int], float], world: int
+) -> None:
+    for outcome in in_process(program, world):
+        assert outcome.num_messages == num_messages
+        assert outcome.link_bytes == pytest.approx(link_bytes(world), rel=1e-12)
+
+
+def test_every_broadcast_is_a_message_that_passes_through_every_link_once() -> None:
+    outcomes = in_process(broadcast_from_each, world=3)
+    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(3, 48)] * 3
+    # an empty piece is none
+    outcomes = in_process(pieces_of_all_but_the_first, world=3)
+    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(1, 24)] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_pieces_come_by_source_without_what_they_were_padded_with(world: int) -> None:
+    for outcome in in_process(pieces_of_all, world):
+        assert [piece.tolist() for piece in outcome.result] == [
+            [(rank + 1) * number for number in range(1, 3 * rank + 1)] for rank in range(world)
+        ]
+        assert all(piece.dtype == torch.int32 for piece in outcome.result)
+    for outcome in in_process(pieces_of_all_but_the_first, world):
+        assert [len(piece) for piece in outcome.result] == [3 * ((rank + 1) % world) for rank in range(1, world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "program",
+    [
+        gather_vectors,
+        gather_matrices,
+        gather_scalars,
+        reduce_floats,
+        reduce_doubles,
+        reduce_integers,
+        gather_own_numbers,
+        sum_numbers,
+        pieces_of_all,
+        pieces_of_one_length,
+        piece_of_the_first,
+        pieces_of_all_but_the_first,
+        no_pieces,
+        alike,
+    ],
+)
+def test_a_team_gets_and_counts_what_rank_0_of_ranks_in_process_does(program: Program, world: int) -> None:
+    team, first = as_team(program, world), in_process(program, world)[0]
+    assert _plain(team.result) == _plain(first.result)
+    assert team.traffic == first.traffic
+
+
+def test_a_team_hands_nothing_over_where_every_rank_brings_nothing() -> None:
+    team = TeamCollectives(3, CPU)
+    gathered = run(team.all_gather(torch.empty(3, 0, 2)))
+    reduced = run(team.all_reduce(torch.empty(3, 0)))
+    assert (gathered.shape, reduced.shape) == ((3, 0, 2), (0,))
+    assert run(team.gather_numbers(torch.empty(3, 0))) == [[], [], []]
+    assert run(team.sum_numbers(torch.empty(3, 0))) == []
+    assert (team.wire_bytes, team.link_bytes, team.num_messages) == (0, 0, 0)
 
 
 def test_an_empty_message_is_no_meeting() -> None:
@@ -216,13 +366,14 @@ def test_a_new_step_forgets_the_bytes_and_times_of_the_last() -> None:
     assert collectives.wire_bytes == 20
     assert collectives.watch.seconds()
     collectives.start_step()
-    assert collectives.wire_bytes == 0
+    assert (collectives.wire_bytes, collectives.link_bytes, collectives.num_messages) == (0, 0, 0)
     assert collectives.watch.seconds() == {}
 
 
 def _in_subgroup() -> list[Any] | None:
     members = [1, 2]
     group = dist.new_group(members)
+    dist.barrier()  # an outsider that leaves early would break the connections of the others
     if dist.get_rank() not in members:
         return None
     collectives = GroupCollectives(group, CPU)
@@ -235,6 +386,74 @@ def test_ranks_and_sources_are_counted_within_the_group(fleet3: Fleet) -> None:
     assert outsider is None
     expected = [[twin.result for twin in in_process(program, 2)] for program in (gather_vectors, broadcast_from_each)]
     assert [_plain(result) for result in members] == [_plain(list(results)) for results in zip(*expected, strict=True)]
+
+
+def _counted(calls: list[int]) -> Program:
+    """Compute alike, and note who did."""
+
+    async def program(collectives: Collectives) -> list[int]:
+        def compute() -> list[int]:
+            calls.append(collectives.rank)
+            return [collectives.world, 7]
+
+        return await collectives.alike(compute)
+
+    return program
+
+
+def _computed_over_group() -> tuple[list[int], list[int]]:
+    calls: list[int] = []
+    return run(_counted(calls)(GroupCollectives(_world_group(), CPU))), calls
+
+
+def test_over_a_group_every_rank_computes_for_itself(fleet3: Fleet) -> None:
+    assert fleet3.run(_computed_over_group) == [([3, 7], [rank]) for rank in range(3)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_in_process_compute_once_for_all(world: int) -> None:
+    calls: list[int] = []
+    results = [outcome.result for outcome in in_process(_counted(calls), world)]
+    assert results == [[world, 7]] * world
+    assert all(result is results[0] for result in results)
+    assert len(calls) == 1
+
+
+def test_a_team_computes_once() -> None:
+    calls: list[int] = []
+    assert as_team(_counted(calls), 3).result == [3, 7]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_is_computed_alike_is_no_message(world: int) -> None:
+    for outcome in in_process(_counted([]), world):
+        assert outcome.traffic == (0, 0, 0)
+
+
+def test_numbers_are_read_to_the_host_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, tolist = [], Tensor.tolist
+
+    def counting(tensor: Tensor) -> Any:
+        read.append(tensor.shape)
+        return tolist(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", counting)
+    in_process(gather_numbers, 4)
+    assert read == [(4, 3)]
+
+
+def test_an_error_in_what_is_computed_alike_comes_through() -> None:
+    async def failing(collectives: Collectives) -> None:
+        def compute() -> None:
+            raise KeyError("of all ranks")
+
+        await collectives.alike(compute)
+
+    with pytest.raises(KeyError, match="of all ranks"):
+        in_process(failing, 3)
+    with pytest.raises(KeyError, match="of all ranks"):
+        as_team(failing, 3)
 
 
 WORK = 0.4
@@ -335,6 +554,20 @@ def test_ranks_at_different_collectives_are_an_error_that_names_them() -> None:
 def test_a_rank_that_finishes_early_is_an_error_that_counts_the_others() -> None:
     message = disagreeing(gather_vectors, finish_early, gather_vectors)
     assert "2 of 3 arrived, at all_gather" in message
+
+
+async def compute_alone(collectives: Collectives) -> int:
+    return await collectives.alike(lambda: 1)
+
+
+def test_a_rank_that_computes_while_another_gathers_is_an_error_that_names_both() -> None:
+    for programs in ((compute_alone, gather_vectors), (gather_vectors, compute_alone)):
+        message = disagreeing(*programs)
+        assert "2 of 2 arrived, at a computation, all_gather of torch.float32 [5]" in message
+
+
+def test_a_rank_that_finishes_while_another_computes_is_an_error() -> None:
+    assert "2 of 3 arrived, at a computation" in disagreeing(compute_alone, finish_early, compute_alone)
 
 
 def test_an_empty_message_against_a_full_one_is_an_error() -> None:

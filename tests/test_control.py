@@ -106,6 +106,45 @@ def test_without_a_last_threshold_the_ladder_spans_every_scale() -> None:
     assert (ladder[0], ladder[-1]) == (control.TINY_BITS, control.HUGE_BITS)
 
 
+normal_floats = st.floats(TINY, HUGE, width=32)
+
+
+@given(normal_floats, normal_floats)
+@example(TINY, TINY)
+@example(HUGE, HUGE)
+@example(1.0, HUGE)
+@example(1.0, TINY)
+@example(1.0, 0.9)
+def test_no_rung_of_a_first_ladder_lies_below_a_floor_that_the_last_threshold_reaches(
+    last: float, floor: float
+) -> None:
+    ladder, whole = control.first_ladder(last, floor), control.first_ladder(last)
+    assert control.to_bits(last) in ladder
+    if floor <= last:
+        assert ladder.tolist() == [rung for rung in whole.tolist() if rung >= control.to_bits(floor)]
+    else:
+        assert ladder.tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("last", [TINY, 1e-6, 1.0, HUGE])
+def test_a_floor_below_all_rungs_or_none_at_all_changes_nothing(last: float) -> None:
+    whole = control.first_ladder(last).tolist()
+    assert control.first_ladder(last, 0.0).tolist() == whole
+    assert control.first_ladder(last, control.lowest_rung(last)).tolist() == whole
+
+
+def test_a_floor_at_the_last_threshold_leaves_it_as_the_lowest_rung() -> None:
+    ladder = control.first_ladder(0.37, 0.37)
+    assert ladder[0] == control.to_bits(0.37)
+    assert len(ladder) > 1
+
+
+@pytest.mark.parametrize("floor", [TINY, 1.0, math.inf])
+def test_without_a_last_threshold_a_floor_cuts_nothing_off(floor: float) -> None:
+    # nothing was collected yet
+    assert control.first_ladder(0.0, floor).tolist() == control.first_ladder(0.0).tolist()
+
+
 def test_everything_passes_its_only_rung() -> None:
     assert control.from_bits(control.everything()).tolist() == [0.0]
 

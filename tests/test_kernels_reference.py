@@ -41,6 +41,69 @@ def test_count_at_least_counts_what_a_plain_comparison_counts(scores: list[float
     assert counted.tolist() == expected.tolist()
 
 
+@given(score_lists, st.sampled_from(TIED_VALUES))
+@example([], 0.5)
+@example([math.nan, 0.0, math.nan], 0.5)
+def test_a_known_count_changes_nothing_in_what_is_found(scores: list[float], threshold: float) -> None:
+    found = reference.at_least(torch.tensor(scores), threshold)
+    assert torch.equal(reference.at_least(torch.tensor(scores), threshold, len(found)), found)
+
+
+@on_devices
+@pytest.mark.parametrize("threshold", [0.0, 25.0, 49.0, 50.0, math.inf])
+def test_a_known_count_changes_nothing_on_any_device(device: str, threshold: float) -> None:
+    scores = torch.randint(0, 50, (10_001,)).float()
+    scores[::100] = math.nan
+    found = reference.at_least(scores, threshold)
+    counted = reference.at_least(scores.to(device), threshold, len(found))
+    assert (counted.device.type, counted.dtype) == (device, torch.int64)
+    assert torch.equal(counted.cpu(), found)
+
+
+owned_scores = st.lists(st.tuples(st.sampled_from([*TIED_VALUES, 0.3, math.nan]), st.integers(0, 3)), max_size=60)
+"""Scores, and whose each is; rank 4 has none."""
+some_rungs = st.lists(st.sampled_from(TIED_VALUES), min_size=1, max_size=8, unique=True).map(sorted)
+
+
+@given(owned_scores, some_rungs)
+@example([], [0.5])
+@example([(math.nan, 2)], [0.0, math.inf])
+@example([(0.5, 1), (0.5, 1), (0.25, 3)], [0.25, 0.5])
+def test_counts_by_rank_are_the_counts_of_each_rank(owned: list[tuple[float, int]], rungs: list[float]) -> None:
+    scores = torch.tensor([score for score, _ in owned])
+    ranks = torch.tensor([rank for _, rank in owned], dtype=torch.int64)
+    counted = reference.count_by_rank(scores, torch.tensor(rungs), ranks, world=5)
+    assert (counted.shape, counted.dtype) == ((5, len(rungs)), torch.int64)
+    each = [reference.count_at_least(scores[ranks == rank], torch.tensor(rungs)) for rank in range(5)]
+    assert torch.equal(counted, torch.stack(each))
+
+
+@on_devices
+@pytest.mark.parametrize("numel", [0, 1, 10_001])
+def test_counts_by_rank_are_the_same_on_every_device(device: str, numel: int) -> None:
+    scores, ranks = torch.randint(0, 50, (numel,)).float(), torch.randint(0, 6, (numel,)).sort().values
+    scores[::100] = math.nan
+    rungs = torch.arange(0.0, 60.0, 3.0)
+    counted = reference.count_by_rank(scores.to(device), rungs.to(device), ranks.to(device), world=7)
+    assert counted.device.type == device
+    each = [reference.count_at_least(scores[ranks == rank], rungs) for rank in range(7)]
+    assert torch.equal(counted.cpu(), torch.stack(each))
+
+
+@on_devices
+@pytest.mark.parametrize("few", [0, 1 << 26])
+def test_counting_is_the_same_on_every_device_however_it_is_done(
+    device: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "FEW_COMPARISONS", few)
+    scores = torch.randint(0, 50, (10_001,)).float()
+    scores[::100] = math.nan
+    rungs = torch.arange(0.0, 60.0, 3.0)
+    expected = reference.count_at_least(scores, rungs)
+    assert expected.tolist() == [len(reference.at_least(scores, float(rung))) for rung in rungs]
+    assert torch.equal(reference.count_at_least(scores.to(device), rungs.to(device)).cpu(), expected)
+
+
 def test_counting_and_finding_agree_on_what_is_no_number() -> None:
     scores = torch.tensor([0.5, math.nan, 2.0])
     counted = reference.count_at_least(scores, torch.tensor([0.0, 1.0]))

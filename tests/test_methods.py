@@ -74,7 +74,7 @@ def test_density_outside_its_range_is_refused(name: str, density: float) -> None
         ("", {}, ValueError, "unknown method ''; valid are: dense"),
         ("micro", {"densty": 0.1}, TypeError, "micro() has no option 'densty'; did you mean 'density'?"),
         ("micro", {"blocks": "paper"}, TypeError, "micro() has no option 'blocks'; valid are: density, control"),
-        ("dense", {"density": 0.1}, TypeError, "dense() has no option 'density'; it takes none"),
+        ("dense", {"density": 0.1}, TypeError, "dense() has no option 'density'; there are none"),
         ("micro", {"density": "0.1"}, TypeError, "density must be a number in (0, 1], not '0.1'"),
         ("micro", {"density": True}, TypeError, "density must be a number in (0, 1], not True"),
         ("micro", {"control": "pid"}, ValueError, "control must be one of 'adaptive', 'paper', not 'pid'"),
@@ -103,7 +103,7 @@ def test_bad_options_are_refused_at_construction(
 def test_options_go_by_name_only() -> None:
     with pytest.raises(TypeError, match=re.escape("micro() takes options by name only; valid are: density")):
         gradsieve.micro(0.01)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=re.escape("dense() takes options by name only; it takes none")):
+    with pytest.raises(TypeError, match=re.escape("dense() takes options by name only; there are none")):
         gradsieve.dense(0.01)  # type: ignore[call-arg]
 
 

@@ -28,6 +28,86 @@ def test_a_fresh_residual_is_zero(momentum: float) -> None:
     assert torch.equal(residual_of(momentum).acc, torch.zeros(NUMEL, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(NUMEL,), (3, NUMEL), (0,), (2, 0)])
+def test_residuals_of_one_and_of_several_ranks_begin_as_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    plain, with_momentum = (Residual.zeros(shape, Feedback(momentum), CPU, dtype) for momentum in (0.0, 0.9))
+    assert [name for name, _ in plain.named()] == ["residual"]
+    assert [name for name, _ in with_momentum.named()] == ["residual", "velocity"]
+    assert (plain.momentum, with_momentum.momentum) == (0.0, 0.9)
+    for _, vector in (*plain.named(), *with_momentum.named()):
+        assert (vector.shape, vector.dtype) == (shape, dtype)
+        assert not vector.any()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_named_vectors_are_the_state_itself(momentum: float) -> None:
+    residual = residual_of(momentum)
+    for name, vector in residual.named():
+        vector.fill_(2.0 if name == "residual" else 3.0)
+    assert residual.acc.tolist() == [2.0] * NUMEL
+    assert residual.velocity is None or residual.velocity.tolist() == [3.0] * NUMEL
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rows_share_memory_with_the_whole(momentum: float) -> None:
+    whole = Residual.zeros((3, NUMEL), Feedback(momentum), CPU, torch.float64)
+    rows = whole.rows()
+    assert [row.momentum for row in rows] == [momentum] * 3
+    rows[1].add(2, gradient(5))
+    for (name, whole_vector), (own_name, own_vector) in zip(whole.named(), rows[1].named(), strict=True):
+        assert name == own_name
+        assert own_vector.data_ptr() == whole_vector[1].data_ptr()
+        assert torch.equal(whole_vector[1], own_vector)
+        assert whole_vector[1, 2:7].all()
+        assert not whole_vector[[0, 2]].any()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("gradients", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sent", [ALL, torch.tensor([0, 4, 5, 11]), torch.empty(0, dtype=torch.int64)], ids=["all", "some", "none"]
+)
+def test_several_ranks_take_in_and_clear_at_once_what_each_does_alone(
+    sent: Indices, kept: torch.dtype, gradients: torch.dtype, momentum: float
+) -> None:
+    together, apart = (Residual.zeros((3, NUMEL), Feedback(momentum), CPU, kept) for _ in range(2))
+    for _ in range(3):
+        update, stretch = gradient(3, NUMEL).to(gradients), gradient(3, 4).to(gradients)
+        together.add(0, update)
+        together.add(5, stretch)
+        for rank, row in enumerate(apart.rows()):
+            row.add(0, update[rank])
+            row.add(5, stretch[rank])
+            row.clear(sent)
+        together.clear(sent)
+        for (_, vector), (_, other) in zip(together.named(), apart.named(), strict=True):
+            assert torch.equal(vector, other)
+
+
+def test_the_norm_is_the_length_of_the_residual() -> None:
+    residual = residual_of()
+    assert residual.norm() == 0.0
+    residual.add(3, torch.tensor([3.0, -4.0]))
+    assert residual.norm() == 5.0
+    residual.clear(torch.tensor([3]))
+    assert residual.norm() == 4.0
+
+
+def test_the_norm_does_not_take_in_the_velocity() -> None:
+    residual = residual_of(momentum=0.9)
+    residual.add(0, torch.tensor([3.0, -4.0]))
+    residual.add(0, torch.zeros(NUMEL))
+    assert residual.norm() == pytest.approx(5 * 1.9)
+
+
+def test_the_norm_of_a_half_precision_residual_is_summed_in_single_precision() -> None:
+    residual = residual_of(dtype=torch.bfloat16)
+    residual.add(0, torch.ones(NUMEL))
+    assert residual.norm() == pytest.approx(NUMEL**0.5, rel=1e-6)
+
+
 @given(st.lists(st.sets(st.integers(0, NUMEL - 1)), min_size=1, max_size=6), st.integers(0, 99))
 def test_what_was_sent_and_what_is_kept_is_what_was_given(supports: list[set[int]], seed: int) -> None:
     torch.manual_seed(seed)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import score
-from gradsieve.score import Importance, Magnitude, Score, chunks, collect, joined
+from gradsieve.score import Importance, Look, Magnitude, Score, chunks, collect, collect_for_team, joined
 from gradsieve.types import Candidates, Setup, Span, Step, View
 from gradsieve.weights import Weights
 
@@ -155,6 +155,48 @@ def test_collect_of_no_span_finds_nothing(spans: list[Span]) -> None:
     candidates = collect(Magnitude(), random_view(), spans, 0.0)
     assert candidates.indices.dtype == torch.int64
     assert (len(candidates.indices), len(candidates.scores)) == (0, 0)
+
+
+def looks_of(spans_by_rank: list[list[Span]]) -> list[Look]:
+    """What every rank of a team looks at; each has an accumulator of its own, with ties and entries without value."""
+    setup, parameters = Setup(len(spans_by_rank), NUMEL, BOUNDS), torch.randn(NUMEL)
+    proposers, looks = tuple(range(len(spans_by_rank))), []
+    for rank, spans in enumerate(spans_by_rank):
+        acc = torch.randn(NUMEL)
+        acc[::3] = acc[::3].round()
+        acc[rank], acc[-1 - rank] = torch.nan, torch.inf
+        step = Step(index=3, rank=rank, seed=0, target=1, proposers=proposers, setup=setup)
+        looks.append((View(step, acc, Weights(lambda: parameters, BOUNDS)), spans))
+    return looks
+
+
+def assert_collects_like_each_rank(measure: Score, looks: list[Look], threshold: float) -> None:
+    team = collect_for_team(measure, looks, threshold)
+    each = [collect(measure, view, spans, threshold) for view, spans in looks]
+    assert team.indices.dtype == torch.int64
+    assert team.indices.tolist() == [
+        rank * NUMEL + position for rank, own in enumerate(each) for position in own.indices.tolist()
+    ]
+    torch.testing.assert_close(team.scores, torch.cat([own.scores for own in each]), rtol=0, atol=0, equal_nan=True)
+
+
+@each_score
+@given(st.lists(spans_in_order, min_size=1, max_size=4), st.sampled_from([0.0, 0.5, 1.0, 1e9]))
+@example([[]], 0.0)
+@example([[], [Span(0, NUMEL)], []], 1.0)
+@example([[Span(0, 0)], [Span(NUMEL, NUMEL)]], 0.0)
+def test_a_team_collects_what_each_of_its_ranks_collects(
+    measure: Score, spans_by_rank: list[list[Span]], threshold: float
+) -> None:
+    torch.manual_seed(0)
+    assert_collects_like_each_rank(measure, looks_of(spans_by_rank), threshold)
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 1000])
+def test_a_team_collects_the_same_however_ranks_chop_their_work(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "CHUNK", chunk)
+    looks = looks_of([[Span(0, 20), Span(30, 50)], [Span(10, 11)], [Span(0, NUMEL)]])
+    assert_collects_like_each_rank(Magnitude(), looks, 0.7)
 
 
 def test_joined_orders_stretches_by_index_and_keeps_scores_with_them() -> None:

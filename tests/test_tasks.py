@@ -174,7 +174,7 @@ def test_what_is_no_model_is_refused(name: str, message: str) -> None:
 
 
 def test_a_task_without_models_says_so() -> None:
-    with pytest.raises(DataError, match=r"it has none, or your own as package\.module:callable"):
+    with pytest.raises(DataError, match=r"there are none, or your own as package\.module:callable"):
         build_model(task_of(), None)
 
 

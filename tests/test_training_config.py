@@ -225,8 +225,8 @@ def test_workers_and_virtual_workers_exclude_one_another() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("densty", "here: there is no option 'densty'; did you mean density"),
-        ("batch-size", "here: there is no option 'batch-size'; did you mean batch_size"),
+        ("densty", "here: there is no option 'densty'; did you mean '?density"),
+        ("batch-size", "here: there is no option 'batch-size'; did you mean '?batch_size"),
         ("learning rate", "here: there is no option 'learning rate'; valid are: task, model, data, method, density"),
         ("", "here: there is no option ''; valid are: task"),
     ],

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 
 class UsageError(ValueError):
     """Something the user asked for that cannot be; the message is one line that says what to do."""
+
+
+def nearest(word: str, valid: Iterable[str], most: int = 32) -> str:
+    """For an error on an unknown name: the ones that it may have been meant for, and those that there are."""
+    names = list(valid)
+    if not names:
+        return "there are none"
+    near = difflib.get_close_matches(word, names, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{hint}valid are: {', '.join(names[:most])}{more}"
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -6,15 +6,14 @@ budget and a way for gradients to enter the residual. It is frozen and holds no 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec
 
-from gradsieve.checks import check_choice, check_flag, check_fraction, check_number, check_whole
+from gradsieve.checks import check_choice, check_flag, check_fraction, check_number, check_whole, nearest
 from gradsieve.criterion import (
     Above,
     Criterion,
@@ -93,17 +92,8 @@ METHODS: Mapping[str, Callable[..., Method]] = MappingProxyType(_registered)
 def method(name: str, **options: Any) -> Method:
     """Make a method by name: `method("micro", density=0.001)` is `micro(density=0.001)`."""
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {_nearest(name, METHODS)}")
+        raise ValueError(f"unknown method {name!r}; {nearest(name, METHODS)}")
     return METHODS[name](**options)
-
-
-def _nearest(word: str, valid: Iterable[str]) -> str:
-    names = list(valid)
-    if not names:
-        return "it takes none"
-    near = difflib.get_close_matches(str(word), names, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
-    return f"{hint}valid are: {', '.join(names)}"
 
 
 def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:
@@ -113,10 +103,10 @@ def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:
     @functools.wraps(make)
     def constructor(*args: P.args, **options: P.kwargs) -> Method:
         if args:
-            raise TypeError(f"{make.__name__}() takes options by name only; {_nearest('', signature.parameters)}")
+            raise TypeError(f"{make.__name__}() takes options by name only; {nearest('', signature.parameters)}")
         for option in options:
             if option not in signature.parameters:
-                raise TypeError(f"{make.__name__}() has no option {option!r}; {_nearest(option, signature.parameters)}")
+                raise TypeError(f"{make.__name__}() has no option {option!r}; {nearest(option, signature.parameters)}")
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
         return replace(make(*args, **options), name=make.__name__, options=dict(bound.arguments))

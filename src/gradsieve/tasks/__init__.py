@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from gradsieve.checks import nearest
 from gradsieve.tasks import cifar, digits, ratings, text
-from gradsieve.tasks.files import existing, listed
+from gradsieve.tasks.files import existing
 from gradsieve.tasks.task import DataError, Examples, Measure, Noise, Recipe, Task, accuracy
 
 __all__ = [
@@ -46,7 +46,7 @@ def load_task(name: str, data: Path | None) -> Task:
     if name in TASKS:
         return TASKS[name](data)
     if ":" not in name:
-        raise DataError(f"unknown task {name!r}; {_nearest(name, TASKS)}, or your own as package.module:object")
+        raise DataError(f"unknown task {name!r}; {nearest(name, TASKS)}, or your own as package.module:object")
     own = _named_object(name)
     if isinstance(own, Task):
         if data is not None:
@@ -67,7 +67,7 @@ def build_model(task: Task, name: str | None) -> nn.Module:
     if name in task.models:
         return task.models[name]()
     if ":" not in name:
-        valid = f"{_nearest(name, task.models)}, or your own as package.module:callable"
+        valid = f"{nearest(name, task.models)}, or your own as package.module:callable"
         raise DataError(f"the task {task.name} has no model {name!r}; {valid}")
     own = _named_object(name)
     if not callable(own) or isinstance(own, nn.Module):
@@ -86,7 +86,7 @@ def _named_object(name: str) -> Any:
     module = _imported(module_name)
     if not hasattr(module, attribute):
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise DataError(f"the module {module_name} has no {attribute!r}; {_nearest(attribute, public)}")
+        raise DataError(f"the module {module_name} has no {attribute!r}; {nearest(attribute, public)}")
     return getattr(module, attribute)
 
 
@@ -112,12 +112,3 @@ def _called(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _nearest(word: str, valid: Iterable[str]) -> str:
-    names = list(valid)
-    if not names:
-        return "it has none"
-    near = difflib.get_close_matches(word, names, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
-    return f"{hint}valid are: {listed(names, most=20)}"

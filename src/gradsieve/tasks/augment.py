@@ -13,18 +13,17 @@ def whole_below(uniform: Tensor, limit: int) -> Tensor:
     return (uniform * limit).long()
 
 
-def cropped(images: Tensor, padding: int, corners: Tensor, *, blank: float = 0, mirror: Tensor | None = None) -> Tensor:
+def cropped(images: Tensor, padding: int, corners: Tensor, mirror: Tensor) -> Tensor:
     """A window of the images' own size out of each, after a border of `padding` blank pixels was put around it.
 
     `corners` is the row and column where each window starts; where `mirror` is true its columns run backwards.
     """
     count, channels, height, width = images.shape
     device = images.device
-    padded = functional.pad(images, (padding,) * 4, value=blank)
+    padded = functional.pad(images, (padding,) * 4)
     rows = corners[:, :1] + torch.arange(height, device=device)
     columns = corners[:, 1:] + torch.arange(width, device=device)
-    if mirror is not None:
-        columns = torch.where(mirror[:, None], columns.flip(1), columns)
+    columns = torch.where(mirror[:, None], columns.flip(1), columns)
     example = torch.arange(count, device=device)[:, None, None, None]
     channel = torch.arange(channels, device=device)[:, None, None]
     return padded[example, channel, rows[:, None, :, None], columns[:, None, None, :]]

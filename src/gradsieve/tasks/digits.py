@@ -7,21 +7,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from gradsieve import kernels, models
-from gradsieve.tasks.augment import cropped, whole_below
-from gradsieve.tasks.task import DataError, Examples, Noise, Recipe, Task
+from gradsieve.tasks.task import DataError, Examples, Recipe, Task
 
 SPLIT_KEY = 1797
 MEAN, DEVIATION = 4.884, 6.017
 """Of the pixels, which are 0 to 16."""
-BLANK = -MEAN / DEVIATION
-"""A pixel without ink, scaled."""
-REACH = 1
-"""Digits are shifted by up to so many pixels."""
 
-RECIPE = Recipe(batch_size=32, epochs=40, lr=0.1, warmup_epochs=3, schedule="cosine", weight_decay=5e-4)
+# No augmentation, for the digits are centred, and much weight decay: seeds then differ by 0.15 points (standard
+# deviation over eight of dense), so that a difference between methods can be seen on 599 test examples.
+RECIPE = Recipe(batch_size=32, epochs=30, lr=0.1, warmup_epochs=3, schedule="cosine", weight_decay=5e-3)
 
 
 def load(data: Path | None) -> Task:
@@ -34,7 +30,6 @@ def load(data: Path | None) -> Task:
         train=_examples(pixels[~held_out], labels[~held_out]),
         test=_examples(pixels[held_out], labels[held_out]),
         models={"mlp": models.mlp, "cnn": models.cnn},
-        prepare=shifted,
         recipe=RECIPE,
     )
 
@@ -58,12 +53,3 @@ def _held_out(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 
 def _examples(pixels: npt.NDArray[np.float64], labels: npt.NDArray[np.int64]) -> Examples:
     return Examples(torch.from_numpy((pixels - MEAN) / DEVIATION).float(), torch.from_numpy(labels).long())
-
-
-def shifted(batch: Examples, noise: Noise | None) -> Examples:
-    """For training, each digit moves by up to a pixel in both directions; blank pixels follow."""
-    if noise is None:
-        return batch
-    corners = whole_below(noise.uniform(2), 2 * REACH + 1)
-    moved: Tensor = cropped(batch.inputs.view(-1, 1, 8, 8), REACH, corners, blank=BLANK)
-    return Examples(moved.flatten(1), batch.targets)

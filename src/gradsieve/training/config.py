@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gradsieve.checks import UsageError, check_fraction, check_number, check_whole
+from gradsieve.checks import UsageError, check_fraction, check_number, check_whole, nearest
 from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
 
 
@@ -149,12 +148,6 @@ def from_mapping(config: type[TrainConfig], values: Mapping[str, Any], source: s
         return config(**converted)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{source}: {error}") from error
-
-
-def nearest(word: str, valid: Iterable[str]) -> str:
-    names = list(valid)
-    near = difflib.get_close_matches(word.replace("-", "_"), names, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"valid are: {', '.join(names)}"
 
 
 def convert(name: str, value: Any, wanted: Any, source: str) -> Any:
