@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -21,6 +24,7 @@ from gradsieve.training import runner
 from gradsieve.training.config import TrainConfig
 from gradsieve.training.folder import empty_folder
 from gradsieve.training.plan import Plan
+from gradsieve.training.recorder import Sink
 from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out
 
 TRAIN, TEST, FEATURES, CLASSES = 240, 60, 12, 4
@@ -164,13 +168,46 @@ def _carried_out(order: Order) -> Ended:
     return carry_out(order, Seat(0, 1, 0, 1, ""), [], Interruption())
 
 
-def started(folder: Path, **options: Any) -> Run:
+def trained(folder: Path, *sinks: Sink, **options: Any) -> Ended:
     """Carry out a run in processes of its own."""
-    return _read(runner.train(config(folder, **options)))
+    warm_up()
+    return runner.train(config(folder, **options), sinks)
+
+
+def started(folder: Path, **options: Any) -> Run:
+    """Carry out a run in processes of its own, to its end."""
+    return _read(trained(folder, **options))
 
 
 def resumed(folder: Path, changes: Mapping[str, Any]) -> Run:
+    """Go on with a run in processes of its own, to its end."""
+    warm_up()
     return _read(runner.resume(folder, changes))
+
+
+@functools.cache
+def warm_up() -> None:
+    """Fork workers from a server that has imported all that they need, which saves each of them a second."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["gradsieve.training.session", "torch._dynamo"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def workers_alive() -> list[int]:
+    """The processes that were forked from the server, and have not ended."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return children_of(server)
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.append(int(folder.name))
+    return found
 
 
 def _read(ended: Ended) -> Run:

@@ -160,7 +160,8 @@ def test_collect_of_no_span_finds_nothing(spans: list[Span]) -> None:
 def looks_of(spans_by_rank: list[list[Span]]) -> list[Look]:
     """What every rank of a team looks at; each has an accumulator of its own, with ties and entries without value."""
     setup, parameters = Setup(len(spans_by_rank), NUMEL, BOUNDS), torch.randn(NUMEL)
-    proposers, looks = tuple(range(len(spans_by_rank))), []
+    proposers = tuple(range(len(spans_by_rank)))
+    looks: list[Look] = []
     for rank, spans in enumerate(spans_by_rank):
         acc = torch.randn(NUMEL)
         acc[::3] = acc[::3].round()

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Optional
 import typer
 
 from gradsieve.cli.display import FAILED, INTERRUPTED, Display
-from gradsieve.cli.options import CONFIG_HELP, read_config
+from gradsieve.cli.options import CONFIG_HELP, merged, read_config
 from gradsieve.cli.summary import show_summary
 from gradsieve.runs import read_run
 from gradsieve.training.grid import Cell, expand, make_grid, run_grid
+from gradsieve.training.runner import refuse_launcher
 
 
 def compare(
@@ -23,7 +24,8 @@ def compare(
     Takes the options of train; --method, --density, --workers or --virtual, and --seed take several values. Started
     again, it goes on where it stopped: finished runs are not repeated, failed ones are tried again.
     """
-    values = read_config(config) | given
+    refuse_launcher("compare starts its workers itself and is one process")
+    values = merged(read_config(config), given)
     output = values.pop("output", None)
     configs = expand(values, "the command line" if config is None else str(config))
     return run_and_show(make_grid(configs, None if output is None else Path(output)))

@@ -117,6 +117,15 @@ def read_config(path: Path | None) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
+def merged(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a file with those of the command line, which go before; processes or virtual workers, not both."""
+    kept = dict(file)
+    for name, other in (("workers", "virtual"), ("virtual", "workers")):
+        if name in given:
+            kept.pop(other, None)
+    return kept | dict(given)
+
+
 def _toml(text: str) -> Any:
     # tomli is what became tomllib in Python 3.11
     reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

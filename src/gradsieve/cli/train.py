@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from gradsieve.cli.display import Display, exit_code
-from gradsieve.cli.options import CONFIG_HELP, read_config
+from gradsieve.cli.options import CONFIG_HELP, merged, read_config
 from gradsieve.cli.summary import show_end
 from gradsieve.training import runner
 from gradsieve.training.config import TrainConfig, from_mapping
@@ -31,7 +31,7 @@ def train(
     """
     place = find_place(os.environ)
     display = Display(quiet=place is not None and place.rank != 0)
-    values = read_config(config) | given
+    values = merged(read_config(config), given)
     with display:
         if resume is not None:
             ended = runner.resume(resume, values, [display.sink()])

@@ -50,6 +50,7 @@ class TrainConfig:
     clip: float | None = _option(None, "Largest norm of the averaged gradient.")
     precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.")
     eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.")
+    eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.")
     checkpoint_every: int | None = _option(None, "Steps between checkpoints; 0: none at all. Default: an epoch's.")
     output: Path | None = _option(None, "Folder of the run. Default: a new one in runs/.")
     tensorboard: bool = _option(False, "Write TensorBoard events into the run's folder.")
@@ -57,7 +58,7 @@ class TrainConfig:
     threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.")
 
     def __post_init__(self) -> None:
-        for name in ("workers", "virtual", "batch_size", "epochs", "steps", "threads"):
+        for name in ("workers", "virtual", "batch_size", "epochs", "steps", "eval_examples", "threads"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), at_least=1)
         for name in ("lr", "clip"):

@@ -11,13 +11,14 @@ BATCH_SIZE = 500
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, device: torch.device) -> dict[str, float]:
-    """Loss and measure over the test examples, by the names they are logged under."""
+def evaluate(model: nn.Module, task: Task, device: torch.device, most: int | None = None) -> dict[str, float]:
+    """Loss and measure over the test examples, or `most` of them, by the names they are logged under."""
+    num_examples = min(len(task.test), most or len(task.test))
     was_training = model.training
     model.eval()
     losses, scores, num_scores = 0.0, 0.0, 0
-    for start in range(0, len(task.test), BATCH_SIZE):
-        rows = torch.arange(start, min(start + BATCH_SIZE, len(task.test)))
+    for start in range(0, num_examples, BATCH_SIZE):
+        rows = torch.arange(start, min(start + BATCH_SIZE, num_examples))
         batch = task.prepare(task.test.rows(rows).to(device), None)
         outputs = model(batch.inputs).float()
         scored = task.measure.score(outputs, batch.targets)
@@ -26,6 +27,6 @@ def evaluate(model: nn.Module, task: Task, device: torch.device) -> dict[str, fl
         num_scores += scored.numel()
     model.train(was_training)
     return {
-        "eval/loss": losses / len(task.test),
+        "eval/loss": losses / num_examples,
         f"eval/{task.measure.name}": task.measure.finish(scores / num_scores),
     }

@@ -92,7 +92,10 @@ class Training:
 
     def _evaluate(self) -> None:
         if self._recorder is not None:
-            self._write(evaluate(self._engine.model, self._plan.task, self._engine.device))
+            engine, most = self._engine, self._plan.config.eval_examples
+            self._write(evaluate(engine.model, self._plan.task, engine.device, most))
+        # or the others would wait within their next step, and that would count as its time
+        self._engine.barrier()
 
     def _write(self, record: Mapping[str, float | int | None]) -> None:
         if self._recorder is None:

@@ -55,9 +55,10 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def _carried_out(config: TrainConfig, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
-    place = find_place(os.environ) if config.virtual is None else None
-    if place is not None:
+    place = find_place(os.environ)
+    if place is not None and config.virtual is None:
         return _joined(config, place, resumed, sinks)
+    refuse_launcher("virtual workers share one process")
     plan = checked_plan(config, num_workers(config))
     order = Order(plan.config, resumed or new_folder(plan), resume=resumed is not None)
     return launch(order, 1 if config.virtual is not None else plan.world, sinks)
@@ -78,6 +79,13 @@ def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequ
     interruption.install()
     order = Order(plan.config, resumed, resume=resumed is not None)
     return carry_out(order, seat, list(sinks) if place.rank == 0 else [], interruption)
+
+
+def refuse_launcher(reason: str) -> None:
+    """For what must be started once."""
+    place = find_place(os.environ)
+    if place is not None and place.world > 1:
+        raise UsageError(f"{reason}, but {place.launcher} started {place.world}: start it without {place.launcher}")
 
 
 def num_workers(config: TrainConfig) -> int:
