@@ -9,7 +9,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Trouble:
         path.write_text(json.dumps(vars(self)))
         return path
 
-    def strike(self) -> None:
+    def strike(self, outputs: Tensor) -> Tensor:
         if self.kind == "raise":
             raise RuntimeError("the model\nbroke down")
         if self.kind == "kill":
@@ -109,32 +109,33 @@ class Trouble:
             os._exit(3)
         if self.kind == "sleep":
             time.sleep(3600)
+        return outputs * torch.nan
 
 
 class Troubled(nn.Module):
     """The plain model, with trouble."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, troubles: Sequence[Trouble]) -> None:
         super().__init__()
         self.plain = plain()
-        self._trouble = trouble
+        self._troubles = troubles
         self._passes = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._passes += self.training
         outputs: Tensor = self.plain(inputs)
-        if self._passes == self._trouble.at and self.training and rank == self._trouble.rank:
-            self._trouble.strike()
-            if self._trouble.kind == "nan":
-                return outputs * torch.nan
+        for trouble in self._troubles:
+            if self.training and (trouble.at, trouble.rank) == (self._passes, rank):
+                outputs = trouble.strike(outputs)
         return outputs
 
 
 def troubled(data: Path | None) -> Task:
-    """The task with a model whose trouble stands in the file."""
-    trouble = Trouble() if data is None else Trouble(**json.loads(data.read_text()))
-    return replace(task, models={"troubled": lambda: Troubled(trouble)})
+    """The task with a model whose troubles stand in the file."""
+    found = [] if data is None else json.loads(data.read_text())
+    troubles = [Trouble(**values) for values in (found if isinstance(found, list) else [found])]
+    return replace(task, models={"troubled": lambda: Troubled(troubles)})
 
 
 def config(output: Path | None = None, **options: Any) -> TrainConfig:

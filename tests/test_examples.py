@@ -4,9 +4,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fleet import Fleet
+from gradsieve.runs import read_run
+from gradsieve.training import runner
+from gradsieve.training.config import TrainConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -32,3 +36,11 @@ def test_the_ddp_example_trains_with_every_method_it_names(fleet2: Fleet) -> Non
     first, second = fleet2.run(_ddp_lines)
     assert first == second
     assert [line.split()[0] for line in first] == ["dense", "topk", "micro", "exdyna", "union"]
+
+
+def test_the_task_of_the_examples_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    config = TrainConfig(task="own_task:spirals", virtual=2, device="cpu", epochs=4, output=tmp_path / "run", threads=1)
+    ended = runner.train(config)
+    assert ended.status == "finished"
+    assert read_run(ended.folder).summary["eval/accuracy"] > 0.9

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 import toys
 from fleet import Fleet
-from gradsieve import METHODS, Method, StepStats
+from gradsieve import METHODS, Method, Simulation, StepStats
 from gradsieve.collectives import GroupCollectives
 from toys import (
     SHAPES,
@@ -59,6 +60,76 @@ def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], F
         assert stats is not None
         assert stats.counts == trace.stats[-1].counts
         assert stats.support == trace.stats[-1].support
+
+
+DENSE = 1
+"""The layer that goes dense where records are compared."""
+
+
+def _comparable(variant: str, stats: StepStats | None) -> StepStats:
+    """A record without its times."""
+    assert stats is not None
+    # a norm is not summed in the same order, so what is clipped by it agrees to rounding
+    threshold = None if variant == "dgc-clipped" else stats.threshold
+    return replace(stats, select_seconds=0, exchange_seconds=0, threshold=threshold)
+
+
+def _recorded(variants: list[str]) -> dict[str, list[StepStats]]:
+    """The record of each step."""
+    records: dict[str, list[StepStats]] = {variant: [] for variant in variants}
+    for variant in variants:
+        model, sieve = sparsified(make(variant), exclude=f"weights.{DENSE}")
+        for step in range(STEPS):
+            averaged(model, 1, first=step)
+            records[variant].append(_comparable(variant, sieve.stats))
+    return records
+
+
+def _simulated(variant: str, world: int, *, as_team: bool) -> list[list[StepStats]]:
+    """The same of a simulation: by step, the records of all ranks, or of rank 0 alone."""
+    given, parameters = stacked_gradients(STEPS, world), flat_parameters()
+    start, stop = SHAPES[0][0] * SHAPES[0][1], SHAPES[0][0] * SHAPES[0][1] + SHAPES[DENSE][0]
+    sparse = [entry for entry in range(len(parameters)) if not start <= entry < stop]
+    shapes = [shape for layer, shape in enumerate(SHAPES) if layer != DENSE]
+    simulation = Simulation(make(variant), world, len(sparse), shapes=shapes, as_team=as_team)
+    records = []
+    for gradients in given:
+        _, pending = simulation.reduce(gradients[:, sparse], lambda: parameters[sparse], gradients[:, start:stop])
+        records.append([_comparable(variant, each.read()) for each in pending])
+    return records
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_records_of_the_hook_are_those_of_a_simulation(world: int, fleets: Callable[[int], Fleet]) -> None:
+    """Bytes handed over, bytes through the link, messages and all the rest, in every step."""
+    ranks = fleets(world).run(_recorded, list(toys.VARIANTS))
+    for variant in toys.VARIANTS:
+        by_step = [list(records) for records in zip(*(records[variant] for records in ranks), strict=True)]
+        assert by_step == _simulated(variant, world, as_team=False), variant
+        team = _simulated(variant, world, as_team=True)
+        assert [records[0] for records in by_step] == [records[0] for records in team], variant
+        assert all((records[0].link_bytes > 0) == (world > 1) for records in by_step)
+
+
+def _norms(residual_dtype: torch.dtype) -> list[tuple[float, float]]:
+    """By `residual_norm`, and of the residuals themselves, before the first step and after each."""
+    model, sieve = sparsified(make("iwp-momentum"), exclude="weights.1", residual_dtype=residual_dtype)
+    norms = []
+    for step in range(3):
+        norms.append((sieve.residual_norm(), float(flat(list(sieve.residuals().values())).double().norm())))
+        averaged(model, 1, first=step)
+    return norms
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residual_norm_is_the_length_of_what_this_rank_has_not_sent(residual_dtype: torch.dtype, fleet2: Fleet) -> None:
+    ranks = fleet2.run(_norms, residual_dtype)
+    for (fresh, _), *later in ranks:
+        assert fresh == 0.0
+        for norm, expected in later:
+            assert norm == pytest.approx(expected, rel=1e-5)
+            assert norm > 0
+    assert ranks[0][1] != ranks[1][1]
 
 
 @pytest.mark.gpu

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 import gradsieve
+import toys
 from gradsieve import METHODS, Simulation, StepStats, Trace, simulate
 
 
@@ -83,6 +86,171 @@ def test_half_and_double_precision_gradients_are_taken() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         trace = simulate(gradsieve.topk(density=0.1), torch.randn(2, 2, 100).to(dtype))
         assert trace.mean.dtype == trace.residual.dtype == torch.float32
+
+
+def advanced(simulation: Simulation, given: torch.Tensor) -> list[tuple[list[float], StepStats]]:
+    """The mean and the record, without its times, of each step."""
+    steps = [simulation.step(gradients, torch.linspace(-1, 1, given.shape[2])) for gradients in given]
+    return [(mean.tolist(), replace(stats, select_seconds=0, exchange_seconds=0)) for mean, stats in steps]
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("variant", toys.VARIANTS)
+def test_loading_a_state_continues_bit_exactly(variant: str, as_team: bool, tmp_path: Path) -> None:
+    given, method = torch.randn(8, 3, 300), toys.make(variant, 0.05)
+    simulation = Simulation(method, 3, 300, shapes=[100, (10, 20)], seed=5, as_team=as_team)
+    advanced(simulation, given[:3])
+    torch.save(simulation.state_dict(), tmp_path / "state.pt")
+    expected = advanced(simulation, given[3:])
+    restored = Simulation(method, 3, 300, shapes=[100, (10, 20)], as_team=as_team)
+    advanced(restored, -given[:2])
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert advanced(restored, given[3:]) == expected
+    assert torch.equal(restored.residual, simulation.residual)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("variant", ["micro", "exdyna", "iwp-momentum", "dgc"])
+def test_a_saved_state_stays_what_it_was_while_the_simulation_goes_on(variant: str, as_team: bool) -> None:
+    given, method = torch.randn(6, 2, 200), toys.make(variant, 0.05)
+    simulation, other = (Simulation(method, 2, 200, as_team=as_team) for _ in range(2))
+    advanced(simulation, given[:3])
+    state = simulation.state_dict()
+    expected = advanced(simulation, given[3:])
+    other.load_state_dict(state)
+    assert advanced(other, given[3:]) == expected
+    # nor did loading it tie the two together
+    other.load_state_dict(state)
+    assert advanced(other, given[3:]) == expected
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+def test_who_writes_into_a_saved_residual_changes_no_simulation(as_team: bool) -> None:
+    given, method = torch.randn(2, 2, 200), gradsieve.dgc(density=0.05)
+    simulation, loaded = (Simulation(method, 2, 200, as_team=as_team) for _ in range(2))
+    advanced(simulation, given)
+    residual, state = simulation.residual, simulation.state_dict()
+    loaded.load_state_dict(state)
+    for own in state:
+        own["residual"].zero_()
+        own["velocity"].zero_()
+    simulation.residual.zero_()
+    assert residual.any()
+    assert torch.equal(simulation.residual, residual)
+    assert torch.equal(loaded.residual, residual)
+    for worker in (*simulation.workers, *loaded.workers):
+        assert worker.residual.velocity is not None
+        assert worker.residual.velocity.any()
+
+
+def test_a_state_holds_a_velocity_only_where_the_method_has_one() -> None:
+    plain, momentum = (Simulation(method, 2, 10).state_dict() for method in (gradsieve.topk(), gradsieve.dgc()))
+    assert [state.keys() for state in plain] == [{"learned", "residual"}] * 2
+    assert [state.keys() for state in momentum] == [{"learned", "residual", "velocity"}] * 2
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_states_of_another_number_of_workers_are_refused(world: int) -> None:
+    states = Simulation(gradsieve.topk(), world, 10).state_dict()
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        Simulation(gradsieve.topk(), 2, 10).load_state_dict(states)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_norms_are_the_lengths_of_the_residuals(dtype: torch.dtype, as_team: bool) -> None:
+    simulation = Simulation(gradsieve.micro(density=0.1), 3, 500, residual_dtype=dtype, as_team=as_team)
+    assert simulation.residual_norms().tolist() == [0.0, 0.0, 0.0]
+    advanced(simulation, torch.randn(2, 3, 500))
+    norms = simulation.residual_norms()
+    assert (norms.shape, norms.dtype) == ((3,), torch.float32)
+    torch.testing.assert_close(norms, simulation.residual.double().norm(dim=1).float())
+    assert norms.tolist() == pytest.approx([worker.residual.norm() for worker in simulation.workers], rel=1e-6)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_reduce_gives_the_step_without_its_zeros(name: str, as_team: bool) -> None:
+    given, parameters, method = torch.randn(4, 3, 300), torch.linspace(-1, 1, 300), toys.make(name, 0.05)
+    stepping, reducing = (Simulation(method, 3, 300, as_team=as_team) for _ in range(2))
+    for gradients in given:
+        mean, stats = stepping.step(gradients, parameters)
+        reduced, pending = reducing.reduce(gradients, lambda: parameters)
+        assert reduced.support == len(reduced.mean) == stats.support
+        assert torch.equal(reduced.mean, mean[reduced.indices])
+        assert int((mean != 0).sum()) <= reduced.support
+        assert len(reduced.dense) == 0
+        read = pending[0].read()
+        assert replace(read, select_seconds=0, exchange_seconds=0) == replace(
+            stats, select_seconds=0, exchange_seconds=0
+        )
+    assert torch.equal(stepping.residual, reducing.residual)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "dgc"])
+def test_what_travels_whole_beside_is_averaged_and_changes_nothing_else(name: str, as_team: bool) -> None:
+    parameters, method = torch.linspace(-1, 1, 300), toys.make(name, 0.05)
+    alone, beside = (Simulation(method, 2, 300, as_team=as_team) for _ in range(2))
+    for gradients, dense in zip(torch.randn(3, 2, 300), torch.randn(3, 2, 7), strict=True):
+        expected, (without, *_) = alone.reduce(gradients, lambda: parameters)
+        reduced, (pending, *_) = beside.reduce(gradients, lambda: parameters, dense)
+        assert torch.equal(reduced.mean, expected.mean)
+        assert torch.equal(reduced.dense, dense.sum(0) / 2)
+        with_dense, stats = pending.read(), without.read()
+        assert (with_dense.dense_numel, with_dense.dense_bytes) == (7, 28)
+        assert (stats.dense_numel, stats.dense_bytes) == (0, 0)
+        assert with_dense.wire_bytes - stats.wire_bytes == 28
+        assert with_dense.link_bytes - stats.link_bytes == 28
+        assert with_dense.num_messages == stats.num_messages
+    assert torch.equal(alone.residual, beside.residual)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+def test_a_clip_takes_in_what_travels_whole_beside(as_team: bool) -> None:
+    simulation = Simulation(gradsieve.dgc(density=1.0, clip=5.0, momentum=0.0), 1, 1, as_team=as_team)
+    reduced, _ = simulation.reduce(torch.tensor([[30.0]]), dense=torch.tensor([[40.0]]))
+    torch.testing.assert_close(torch.cat([reduced.mean, reduced.dense]), torch.tensor([3.0, 4.0]))
+
+
+def test_every_worker_has_a_record_of_its_own() -> None:
+    simulation = Simulation(gradsieve.cltk(density=0.05), 3, 400, as_team=False)
+    for leader in (0, 1, 2, 0):
+        records = [pending.read() for pending in simulation.reduce(torch.randn(3, 400))[1]]
+        values, indices = 4 * 20, 4 * 20
+        assert [stats.wire_bytes - values for stats in records] == [
+            indices if rank == leader else 0 for rank in range(3)
+        ]
+        assert len({(stats.link_bytes, stats.num_messages, stats.counts) for stats in records}) == 1
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize(
+    ("method", "num_messages", "link_bytes"),
+    [
+        (gradsieve.dense(), 1, lambda support: 1.5 * 4 * support),
+        (gradsieve.randomk(density=0.05), 1, lambda support: 1.5 * 4 * support),
+        (gradsieve.topk(density=0.05), 2, lambda support: 3 * 4 * 20 + 1.5 * 4 * support),
+        (gradsieve.cltk(density=0.05), 2, lambda support: 4 * 20 + 1.5 * 4 * support),
+        (gradsieve.hard_threshold(density=0.05, threshold=9.0), 1, lambda support: 3 * 8 + 0 * support),
+    ],
+    ids=repr,
+)
+def test_link_bytes_are_those_of_rings(
+    method: gradsieve.Method, num_messages: int, link_bytes: Callable[[int], float], as_team: bool
+) -> None:
+    _, stats = Simulation(method, 4, 400, as_team=as_team).step(torch.randn(4, 400))
+    assert stats.num_messages == num_messages
+    assert stats.link_bytes == link_bytes(stats.support)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_passes_through_the_link_of_a_rank_that_is_alone(name: str, as_team: bool) -> None:
+    _, stats = Simulation(gradsieve.method(name), 1, 400, as_team=as_team).step(torch.randn(1, 400), torch.ones(400))
+    assert stats.link_bytes == 0
+    assert stats.wire_bytes > 0
+    assert stats.num_messages > 0
 
 
 GIVEN = torch.randn(2, 2, 100)
