@@ -31,7 +31,7 @@ class RecurrentModel(nn.Module):
         embedded = self.dropout(self.embedding(tokens))
         # on CUDA any autocast runs an LSTM in float16, where gradients vanish unless the loss is scaled
         with torch.autocast(tokens.device.type, enabled=False):
-            hidden, _ = self.recurrent(embedded)
+            hidden, _ = self.recurrent(embedded.to(self.recurrent.weight_hh_l0.dtype))
         logits: Tensor = self.decoder(self.dropout(hidden))
         return logits
 

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,8 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vgg16": models.vgg16,
 }
 RECIPE = Recipe(batch_size=32, epochs=200, lr=0.1, warmup_epochs=5, schedule="step", weight_decay=1e-4)
+# without normalisation of its layers it does not bear more
+RECIPES = {"alexnet": replace(RECIPE, lr=0.02)}
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Collection:
             models={name: functools.partial(make, num_classes=self.num_classes) for name, make in MODELS.items()},
             prepare=self.prepare,
             recipe=RECIPE,
+            recipes=RECIPES,
         )
 
     def find(self, data: Path) -> Path:

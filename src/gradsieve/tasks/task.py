@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -117,3 +117,5 @@ class Task:
     measure: Measure = accuracy
     prepare: Prepare = as_they_are
     recipe: Recipe = Recipe()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """Of models that want another one, by name."""

@@ -35,6 +35,17 @@ WANTED = "a UTF-8 text file, or a folder with one .txt file or with train.txt an
 
 RECIPE = Recipe(batch_size=20, epochs=40, lr=1.0, warmup_epochs=1, schedule="cosine", weight_decay=0, clip=0.4)
 
+GPT_RECIPE = Recipe(
+    batch_size=20,
+    epochs=40,
+    lr=1e-3,
+    warmup_epochs=1,
+    schedule="cosine",
+    optimizer="adamw",
+    weight_decay=0.1,
+    clip=1.0,
+)
+
 
 def load_characters(data: Path | None) -> Task:
     parts = _parts(needed("characters", data, WANTED), _characters)
@@ -65,6 +76,7 @@ def _task(name: str, tokens: list[Tokens], vocabulary: int, window: int, measure
         loss=mean_loss,
         measure=measure,
         recipe=RECIPE,
+        recipes={"gpt": GPT_RECIPE},
     )
 
 

@@ -84,7 +84,8 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
     """Load the task, unless it is given, and fill in what the config leaves open."""
     task = task or load_task(config.task, config.data)
     method = config.make_method()
-    recipe = task.recipe
+    model = config.model or next(iter(task.models))
+    recipe = task.recipes.get(model, task.recipe)
     batch_size = config.batch_size or recipe.batch_size
     steps_per_epoch = len(task.train) // (world * batch_size)
     if steps_per_epoch == 0:
@@ -94,7 +95,7 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
         )
     scale = world * batch_size / (PAPER_WORKERS * recipe.batch_size)
     open_options: dict[str, Any] = {
-        "model": next(iter(task.models)),
+        "model": model,
         "batch_size": batch_size,
         "epochs": recipe.epochs,
         "lr": recipe.lr * (scale if recipe.optimizer == "sgd" else 1.0),
