@@ -50,8 +50,7 @@ def call(*arguments: object) -> Done:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             run([str(argument) for argument in arguments])
     except SystemExit as ended:
-        assert isinstance(ended.code, int)
-        return Done(ended.code, out.getvalue(), err.getvalue())
+        return Done(int(ended.code or 0), out.getvalue(), err.getvalue())
     finally:
         sys.path[:] = path
     raise AssertionError("the command line returned")
@@ -89,15 +88,15 @@ def started(command: list[object], cwd: Path, mark: str = "") -> Iterator[subpro
         process.communicate()
 
 
-def finish(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=SECONDS)
+def finish(process: subprocess.Popen[str], seconds: float = SECONDS) -> Done:
+    out, err = process.communicate(timeout=seconds)
     return Done(process.returncode, out, err)
 
 
-def spawn(*command: object, cwd: Path) -> Done:
+def spawn(*command: object, cwd: Path, seconds: float = SECONDS) -> Done:
     """Run a command to its end."""
     with started(list(command), cwd) as process:
-        return finish(process)
+        return finish(process, seconds)
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:

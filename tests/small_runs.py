@@ -66,6 +66,14 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
 
 
+def frozen() -> nn.Module:
+    """With parameters that are not trained."""
+    model = plain()
+    for parameter in model[0].parameters():  # type: ignore[index]
+        parameter.requires_grad_(False)
+    return model
+
+
 def broken() -> nn.Module:
     raise RuntimeError("no model today")
 
@@ -218,15 +226,15 @@ def _read(ended: Ended) -> Run:
 
 def told(run: Run) -> list[dict[str, Any]]:
     """The records, without their times."""
-    return [
-        {name: record[name] for name in ALIKE if name in record} for record in [*run.steps, *run.evaluations]
-    ]
+    return [{name: record[name] for name in ALIKE if name in record} for record in [*run.steps, *run.evaluations]]
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
     """All that a run's checkpoint holds, by file and path in it; `elapsed` is a time."""
     files = sorted((folder / "checkpoint").iterdir())
-    return {name: value for file in files for name, value in leaves(torch.load(file), file.stem) if "elapsed" not in name}
+    return {
+        name: value for file in files for name, value in leaves(torch.load(file), file.stem) if "elapsed" not in name
+    }
 
 
 def leaves(value: Any, name: str) -> list[tuple[str, Any]]:

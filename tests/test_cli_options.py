@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -30,9 +30,8 @@ def flag(name: str) -> str:
 
 def sample(name: str) -> Any:
     """A value of an option, as a file holds it; never the default."""
-    kind = next(kind for kind in (*get_args(option_types(TrainConfig)[name]), option_types(TrainConfig)[name]))
-    if get_origin(option_types(TrainConfig)[name]) is Literal:
-        kind = option_types(TrainConfig)[name]
+    wanted = option_types(TrainConfig)[name]
+    kind = wanted if get_origin(wanted) is Literal else next(iter(get_args(wanted)), wanted)
     if get_origin(kind) is Literal:
         return get_args(kind)[-1]
     texts = {"method": "micro(control='paper')", "task": "words"}
@@ -61,7 +60,11 @@ def toml(values: Mapping[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
 
-WRITERS = {".toml": toml, ".yaml": yaml.safe_dump, ".yml": yaml.safe_dump}
+WRITERS: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    ".toml": toml,
+    ".yaml": yaml.safe_dump,
+    ".yml": yaml.safe_dump,
+}
 
 
 def written(values: Mapping[str, Any], suffix: str) -> Path:

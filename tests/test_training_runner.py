@@ -156,7 +156,7 @@ def test_what_can_be_wrong_is_found_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.xfail(reason="a ValueError that is no UsageError: the command line shows a traceback")
+@pytest.mark.xfail(reason="BUG: a ValueError that is no UsageError: the command line shows a traceback")
 def test_a_method_that_does_not_fit_the_workers_is_found_too(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="num_broadcasters=3, but there are only 2 ranks"):
         small_runs.trained(tmp_path / "run", method="iwp(num_broadcasters=3)")
@@ -230,7 +230,7 @@ def test_a_folder_with_other_files_will_do(tmp_path: Path) -> None:
 
 def test_a_run_without_a_folder_gets_a_new_one_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folders.time, "strftime", lambda form: "20251115-101500")
+    monkeypatch.setattr("time.strftime", lambda _: "20251115-101500")
     found = [folders.new_folder(plan()) for _ in range(3)]
     stem = "20251115-101500-small-plain-micro-0.1-v2-s0"
     assert found == [tmp_path.resolve() / "runs" / name for name in (stem, f"{stem}-2", f"{stem}-3")]
@@ -305,10 +305,9 @@ def environment(kind: str, rank: int, world: int) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    if kind == "torchrun":
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    else:
-        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    if kind == "mpirun":
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     return dict(zip(names, map(str, (rank, world, rank, world)), strict=True)) | meeting
 
 
@@ -316,11 +315,7 @@ def _joined(settings: dict[str, str], asked: TrainConfig | Path, pipe: Connectio
     """The life of a rank that a launcher started; a folder is resumed."""
     os.environ |= settings
     try:
-        if isinstance(asked, Path):
-            ended = runner.resume(asked, {"steps": 4})
-        else:
-            ended = runner.train(asked)
-        pipe.send(ended)
+        pipe.send(runner.resume(asked, {"steps": 4}) if isinstance(asked, Path) else runner.train(asked))
     except UsageError as error:
         pipe.send(str(error))
 
@@ -382,8 +377,8 @@ def under_mpirun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("under_mpirun")
 def test_a_launcher_must_have_started_as_many_as_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^mpirun started 2 workers, but 3 are asked for: leave out --workers, or st"):
+    with pytest.raises(UsageError, match=r"^mpirun started 2 workers, but 3 are asked for: leave out --workers, or st"):
         runner.train(config(tmp_path / "run", workers=3))
-    with pytest.raises(UsageError, match="^virtual workers share one process, but mpirun started 2: start it without"):
+    with pytest.raises(UsageError, match=r"^virtual workers share one process, but mpirun started 2: start it without"):
         runner.train(config(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

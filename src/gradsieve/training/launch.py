@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from gradsieve.runs import RESULT, Record, Status
+from gradsieve.runs import Record, Status
 from gradsieve.training.recorder import Sink, write_result, write_text
-from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, summary_of
+from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
 
 GRACE_SECONDS = 5.0
 """For the other processes to end by themselves once one has failed."""
@@ -57,9 +57,8 @@ def launch(order: Order, num_processes: int, sinks: Sequence[Sink] = ()) -> Ende
 
 
 def _failed(folder: Path, failure: _Failure) -> Ended:
-    if not (folder / RESULT).exists():
-        write_text(folder / "error.txt", failure.details)
-        write_result(folder, "failed", _summary_so_far(folder), failure.line)
+    write_text(folder / "error.txt", failure.details)
+    write_result(folder, "failed", _summary_so_far(folder), failure.line)
     return Ended(folder, "failed", failure.line)
 
 
@@ -103,7 +102,9 @@ class _Crew:
             if not ready:
                 break
             for pipe in ready:
-                failure = self._hear(cast("Connection", pipe), sinks) or failure
+                heard = self._hear(cast("Connection", pipe), sinks)
+                # the first is the cause, later ones are what the others make of it
+                failure = failure or heard
         self.kill()
         for sink in sinks:
             sink.close()
@@ -169,12 +170,6 @@ def _work(order: Order, seat: Seat, pipe: Connection) -> None:
     except BaseException as error:
         pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc())))
         os._exit(WORKER_FAILED)
-
-
-def one_line(error: BaseException, rank: int) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    return f"worker {rank}: {named}"
 
 
 @contextmanager

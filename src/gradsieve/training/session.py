@@ -84,10 +84,22 @@ def carry_out(order: Order, seat: Seat, sinks: list[Sink], interruption: Interru
         steps_done = training.resume() if order.resume else 0
         if recorder is not None:
             recorder.start(_header(plan, engine, folder if order.resume else None, steps_done), steps_done)
-        status = training.run()
+        try:
+            status = training.run()
+        except Exception as error:
+            if recorder is not None:
+                recorder.end("failed", summary_of(folder), one_line(error, seat.rank))
+            raise
         if recorder is not None:
             recorder.end(status, summary_of(folder))
     return Ended(folder, status)
+
+
+def one_line(error: BaseException, rank: int) -> str:
+    """What went wrong in a worker."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return f"worker {rank}: {named}"
 
 
 def _device(config: TrainConfig, seat: Seat) -> torch.device:
