@@ -152,7 +152,7 @@ def test_a_state_holds_a_velocity_only_where_the_method_has_one() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_states_of_another_number_of_workers_are_refused(world: int) -> None:
     states = Simulation(gradsieve.topk(), world, 10).state_dict()
-    with pytest.raises(ValueError, match=r"zip\(\)"):
+    with pytest.raises(ValueError, match=r"states came for 2 workers"):
         Simulation(gradsieve.topk(), 2, 10).load_state_dict(states)
 
 
@@ -306,3 +306,25 @@ def test_cuda_gives_what_the_cpu_gives(name: str) -> None:
     differing = ((cuda.mean.cpu() - cpu.mean).abs() > 1e-5).float().mean()
     assert differing < 1e-4
     assert all(stats.select_seconds >= 0 for stats in cuda.stats)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize(
+    ("gradients", "dense"), [((1, 50), None), ((3, 40), None), ((3, 50), (2, 4)), ((3, 50), (4,)), ((150,), None)]
+)
+def test_reduce_refuses_other_shapes(gradients: tuple[int, ...], dense: tuple[int, ...] | None, as_team: bool) -> None:
+    simulation = Simulation(gradsieve.topk(density=0.1), 3, 50, as_team=as_team)
+    with pytest.raises(ValueError, match=r"gradients of a step must have|dense must have a row for each of 3 workers"):
+        simulation.reduce(torch.zeros(gradients), dense=None if dense is None else torch.zeros(dense))
+
+
+def test_a_state_is_a_copy_both_ways() -> None:
+    simulation = Simulation(gradsieve.exdyna(density=0.1), 2, 500)
+    simulation.step(torch.randn(2, 500))
+    state = simulation.state_dict()
+    other = Simulation(gradsieve.exdyna(density=0.1), 2, 500)
+    other.load_state_dict(state)
+    for own in state:
+        own["learned"]["region"]["loads"].zero_()
+    assert simulation.workers[0].learned.region.loads.any()
+    assert other.workers[0].learned.region.loads.any()

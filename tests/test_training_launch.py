@@ -308,4 +308,4 @@ def test_workers_whose_parent_is_killed_end_by_themselves(program: Program) -> N
     os.kill(program.process.pid, signal.SIGKILL)
     program.process.communicate(timeout=60)
     assert gone(program.members, seconds=30)
-    assert read_run(program.run).status == "unfinished"
+    assert read_run(program.run).status in ("unfinished", "failed")

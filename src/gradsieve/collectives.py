@@ -214,7 +214,9 @@ class LocalCollectives(Collectives):
         return await self._meet(_Offer("broadcast", tensor, source))
 
     async def alike(self, compute: Callable[[], T]) -> T:
+        phase = self.watch.switch(None)
         answer: T = await _suspended(compute)
+        self.watch.switch(phase)
         return answer
 
     def _stopwatch(self) -> Stopwatch:

@@ -114,12 +114,14 @@ class Worker:
     def state_dict(self) -> dict[str, Any]:
         """What the method learned, as plain numbers and tensors."""
         return {"step": self.step, "seed": self.seed} | {
-            part: dict(state._asdict()) for part, state in self.learned._asdict().items()
+            part: _copied(state._asdict()) for part, state in self.learned._asdict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.seed = state["step"], state["seed"]
-        self.learned = Learned(*(type(current)(**state[part]) for part, current in self.learned._asdict().items()))
+        self.learned = Learned(
+            *(type(current)(**_copied(state[part])) for part, current in self.learned._asdict().items())
+        )
 
     def _now(self) -> Step:
         return Step(
@@ -130,6 +132,10 @@ class Worker:
             proposers=self.method.proposers.ranks(self.step, self.setup.world, self.seed),
             setup=self.setup,
         )
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 class Team:

@@ -72,7 +72,7 @@ class Simulation:
 
     def step(self, gradients: Tensor, parameters: Tensor | None = None) -> tuple[Tensor, StepStats]:
         """Average one gradient per worker, `[world, numel]`; returns the mean, `[numel]`, and rank 0's record."""
-        self._check(gradients, parameters)
+        self._check_parameters(parameters)
         reduced, pending = self.reduce(gradients, None if parameters is None else lambda: parameters.reshape(-1))
         mean = torch.zeros(gradients.shape[1], dtype=reduced.mean.dtype, device=gradients.device)
         mean[reduced.indices] = reduced.mean
@@ -85,6 +85,7 @@ class Simulation:
 
         `parameters` makes the flat parameters, for methods that ask. `dense`, `[world, any]`, travels whole beside.
         """
+        self._check_gradients(gradients, dense)
         if self.method.feedback.clip is not None:
             gradients, dense = self._clipped(gradients, dense)
         if self._team is not None:
@@ -107,6 +108,8 @@ class Simulation:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from the states that an equal simulation saved."""
+        if len(states) != len(self.workers):
+            raise ValueError(f"{len(states)} states came for {len(self.workers)} workers: give one of each, by rank")
         for worker, state in zip(self.workers, states, strict=True):
             worker.load_state_dict(state["learned"])
             for name, vector in worker.residual.named():
@@ -119,13 +122,18 @@ class Simulation:
         factor = torch.stack([factor for factor in factors if factor is not None]).unsqueeze(1)
         return gradients * factor, None if dense is None else dense * factor
 
-    def _check(self, gradients: Tensor, parameters: Tensor | None) -> None:
+    def _check_gradients(self, gradients: Tensor, dense: Tensor | None) -> None:
         world, numel = len(self.workers), self.workers[0].setup.numel
         if tuple(gradients.shape) != (world, numel):
             raise ValueError(
                 f"gradients of a step must have the shape [world, numel] = [{world}, {numel}], "
                 f"not {list(gradients.shape)}"
             )
+        if dense is not None and (dense.dim() != 2 or len(dense) != world):
+            raise ValueError(f"dense must have a row for each of {world} workers, not the shape {list(dense.shape)}")
+
+    def _check_parameters(self, parameters: Tensor | None) -> None:
+        numel = self.workers[0].setup.numel
         if self.method.criterion.needs_weights and parameters is None:
             raise ValueError(
                 f"{self.method.name} weighs gradients against parameters: give parameters=, "
