@@ -69,7 +69,8 @@ def complaint(done: Done) -> str:
 @contextlib.contextmanager
 def started(command: list[object], cwd: Path, mark: str = "") -> Iterator[subprocess.Popen[str]]:
     """A command in a process group of its own; none of it outlives the block."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: mark}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: mark}
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,

@@ -111,7 +111,6 @@ def test_two_ways_to_write_a_method_are_one_cell(tmp_path: Path) -> None:
     assert [cell.plan.label for cell in grid(tmp_path, method=methods)] == ["topk", "micro"]
 
 
-@pytest.mark.xfail(reason="BUG: names are rounded to six digits, and a cell is lost without a word")
 @pytest.mark.parametrize(
     "values",
     [
@@ -197,7 +196,7 @@ class Interrupter:
 
 @pytest.mark.parametrize(
     "checkpoint_every",
-    [0, pytest.param(100, marks=pytest.mark.xfail(reason="BUG: the buffers of the last worker are saved"))],
+    [0, 100],
 )
 def test_an_interruption_ends_the_grid_which_then_goes_on(tmp_path: Path, checkpoint_every: int) -> None:
     """From a checkpoint where there is one, otherwise anew."""

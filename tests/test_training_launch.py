@@ -18,7 +18,7 @@ import pytest
 import small_runs
 from gradsieve.runs import METRICS, RESULT, RUN, Record, read_records, read_run
 from gradsieve.training import launch
-from gradsieve.training.session import Ended
+from gradsieve.training.session import Ended, one_line
 from small_runs import WORLD, Trouble, assert_same_state, checkpoint, children_of, told, workers_alive
 
 KINDS: dict[str, dict[str, Any]] = {"virtual": {}, "processes": {"workers": WORLD}}
@@ -91,11 +91,7 @@ def assert_failed(ended: Ended, error: str, steps: int) -> None:
     assert run.summary["train/loss"] == run.steps[-1]["train/loss"]
 
 
-LAST_ONE_TOLD = pytest.mark.xfail(reason="BUG: what a worker says last goes before the first failure", strict=False)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-@LAST_ONE_TOLD
 def test_a_worker_that_raises_ends_the_run_with_its_error(tmp_path: Path, rank: int) -> None:
     listener = Listener()
     ended = troubled(tmp_path / "run", Trouble("raise", at=4, rank=rank), listener, workers=2)
@@ -115,7 +111,6 @@ def test_virtual_workers_that_raise_do_so_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "reason"), [("kill", "signal SIGKILL"), ("exit", "exit code 3")])
 @pytest.mark.parametrize("rank", [0, 1])
-@LAST_ONE_TOLD
 def test_a_worker_that_dies_without_a_word_is_named(tmp_path: Path, kind: str, reason: str, rank: int) -> None:
     ended = troubled(tmp_path / "run", Trouble(kind, at=4, rank=rank), workers=2)
     assert_failed(ended, f"worker {rank} died ({reason})", steps=3)
@@ -147,12 +142,11 @@ def test_a_run_that_fails_before_its_first_step_is_marked(tmp_path: Path) -> Non
 
 
 def test_a_usage_error_of_a_worker_is_told_without_its_type() -> None:
-    assert launch.one_line(ValueError("give\n  fewer"), 3) == "worker 3: give fewer"
-    assert launch.one_line(KeyError("x"), 0) == "worker 0: KeyError: 'x'"
-    assert launch.one_line(AssertionError(), 1) == "worker 1: AssertionError: AssertionError"
+    assert one_line(ValueError("give\n  fewer"), 3) == "worker 3: give fewer"
+    assert one_line(KeyError("x"), 0) == "worker 0: KeyError: 'x'"
+    assert one_line(AssertionError(), 1) == "worker 1: AssertionError: AssertionError"
 
 
-@pytest.mark.xfail(reason="BUG: the workers go on when a sink raises")
 @each_kind
 def test_a_sink_that_raises_leaves_no_worker_behind(tmp_path: Path, kind: str) -> None:
     def broken() -> None:
@@ -168,13 +162,7 @@ def test_a_sink_that_raises_leaves_no_worker_behind(tmp_path: Path, kind: str) -
             process.join()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("virtual", marks=pytest.mark.xfail(reason="BUG: the buffers of the last worker are saved")),
-        "processes",
-    ],
-)
+@each_kind
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_after_its_step_and_can_go_on(
     tmp_path: Path, kind: str, number: signal.Signals
@@ -202,7 +190,6 @@ def test_an_interrupted_run_without_checkpoints_writes_none(tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == [METRICS, RESULT, RUN]
 
 
-@pytest.mark.xfail(reason="BUG: it counts as failed: worker 0 died (signal SIGKILL)")
 def test_a_second_interruption_does_not_wait_for_the_step(tmp_path: Path) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -214,7 +201,6 @@ def test_a_second_interruption_does_not_wait_for_the_step(tmp_path: Path) -> Non
     assert (run.status, len(run.steps)) == ("interrupted", 3)
 
 
-@pytest.mark.xfail(reason="BUG: the signal is lost, or it counts as failed: worker 0 died (exit code 1)", strict=False)
 @each_kind
 def test_a_run_can_be_interrupted_before_its_workers_are_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -82,7 +82,7 @@ PER_RANK = {
     "name",
     [
         "open-mpi",
-        pytest.param("mpich", marks=pytest.mark.xfail(reason="BUG: PMI_FD differs between the processes of a job")),
+        "mpich",
         "slurm",
     ],
 )

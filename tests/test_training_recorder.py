@@ -108,7 +108,6 @@ def test_a_resumed_run_forgets_what_was_recorded_later(tmp_path: Path, steps_don
     assert listener.heard[0] == ("start", HEADER | {"resumed": [1]}, steps_done)
 
 
-@pytest.mark.xfail(reason="BUG: error.txt stays beside the result of a run that then finished")
 @pytest.mark.parametrize("steps_done", [0, 1])
 def test_a_run_that_is_taken_up_again_forgets_its_error(tmp_path: Path, steps_done: int) -> None:
     (tmp_path / "error.txt").write_text("it failed")

@@ -39,12 +39,7 @@ def assert_same_run(found: Run, expected: Run, first: int) -> None:
     assert_same_state(checkpoint(found.folder), checkpoint(expected.folder))
 
 
-LAST_BUFFERS = pytest.mark.xfail(reason="BUG: the buffers of the last worker are saved, not of the first")
-
-
-@pytest.mark.parametrize(
-    "variant", [name if name == "bfloat16" else pytest.param(name, marks=LAST_BUFFERS) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_virtual_workers_go_on_as_if_never_stopped(tmp_path: Path, variant: str) -> None:
     options = VARIANTS[variant]
     whole = small_runs.here(tmp_path / "whole", steps=STEPS, **options)
@@ -74,9 +69,7 @@ def test_so_do_processes_with_every_method(tmp_path: Path, method: str) -> None:
     test_processes_go_on_as_if_never_stopped(tmp_path, {"method": method})
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, id="virtual", marks=LAST_BUFFERS), pytest.param({"workers": WORLD}, id="processes")]
-)
+@pytest.mark.parametrize("options", [pytest.param({}, id="virtual"), pytest.param({"workers": WORLD}, id="processes")])
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     """What was recorded after the checkpoint is made again, alike."""
     passes = 1 if "workers" in options else WORLD
@@ -99,7 +92,6 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path, optio
     assert again.header["resumed"][0]["from_step"] == 5
 
 
-@LAST_BUFFERS
 def test_a_run_may_be_resumed_several_times(tmp_path: Path) -> None:
     whole = small_runs.here(tmp_path / "whole", steps=9, eval_every=0)
     small_runs.here(tmp_path / "parts", steps=3, eval_every=0)

@@ -25,7 +25,7 @@ from gradsieve.training import provenance, runner
 from gradsieve.training.config import TrainConfig, from_mapping, to_mapping
 from gradsieve.training.runner import MAY_CHANGE, checked_plan, num_workers, resumed_config
 from gradsieve.training.session import backend_for
-from small_runs import WORLD, config, plan, told
+from small_runs import WORLD, Trouble, config, plan, told
 
 OTHERS: dict[str, Any] = {
     "task": "digits",
@@ -156,7 +156,6 @@ def test_what_can_be_wrong_is_found_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.xfail(reason="BUG: a ValueError that is no UsageError: the command line shows a traceback")
 def test_a_method_that_does_not_fit_the_workers_is_found_too(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="num_broadcasters=3, but there are only 2 ranks"):
         small_runs.trained(tmp_path / "run", method="iwp(num_broadcasters=3)")
@@ -316,8 +315,8 @@ def _joined(settings: dict[str, str], asked: TrainConfig | Path, pipe: Connectio
     os.environ |= settings
     try:
         pipe.send(runner.resume(asked, {"steps": 4}) if isinstance(asked, Path) else runner.train(asked))
-    except UsageError as error:
-        pipe.send(str(error))
+    except Exception as error:
+        pipe.send(error)
 
 
 def joined(kind: str, asked: TrainConfig | Path, world: int = 2) -> list[Any]:
@@ -360,9 +359,18 @@ def test_workers_that_a_launcher_started_find_one_another(kind: str, tmp_path: P
 
 
 def test_all_workers_of_a_launcher_learn_that_the_folder_will_not_do(done: Path) -> None:
-    messages = joined("mpirun", config(done, workers=None))
-    assert messages[0] == messages[1]
-    assert "holds a run already" in messages[0]
+    for error in joined("mpirun", config(done, workers=None)):
+        assert isinstance(error, UsageError)
+        assert "holds a run already" in str(error)
+
+
+def test_a_run_of_a_launcher_that_fails_is_marked(tmp_path: Path) -> None:
+    data = Trouble("raise", at=3).write(tmp_path / "trouble.json")
+    asked = config(tmp_path / "run", task="small_runs:troubled", data=data, workers=None)
+    assert all(isinstance(error, RuntimeError) for error in joined("mpirun", asked))
+    run = read_run(tmp_path / "run")
+    assert (run.status, run.error) == ("failed", "worker 0: RuntimeError: the model broke down")
+    assert run.summary["steps"] == len(run.steps) == 2
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
     run.json        the resolved configuration, its provenance, what the model and the method are
     metrics.jsonl   one flat record a step and one an evaluation, in order
     result.json     how it ended, and the summary; absent while the run is under way
+    error.txt       the traceback, of a run that failed
     checkpoint/     the state of every worker, to go on from
 
 Records have flat names, the same in every sink. A record of a step has `step` (steps done), `epoch` (a fraction) and
@@ -38,7 +39,7 @@ FORMAT = 1
 Record = Mapping[str, float | int | None]
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
 
-RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+RUN, METRICS, RESULT, ERROR = "run.json", "metrics.jsonl", "result.json", "error.txt"
 
 
 class RunError(UsageError):

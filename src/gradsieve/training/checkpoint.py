@@ -37,8 +37,8 @@ def save_checkpoint(folder: Path, engine: Engine, shared: dict[str, Any]) -> Non
 
 
 def _replace(folder: Path) -> None:
-    shutil.rmtree(folder / LAST, ignore_errors=True)
     if (folder / CURRENT).exists():
+        shutil.rmtree(folder / LAST, ignore_errors=True)
         (folder / CURRENT).rename(folder / LAST)
     (folder / NEXT).rename(folder / CURRENT)
     shutil.rmtree(folder / LAST, ignore_errors=True)

@@ -6,18 +6,30 @@ import ast
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from gradsieve.checks import UsageError, check_fraction, check_number, check_whole, nearest
+from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest
 from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
 
+Check: TypeAlias = Callable[[str, Any], None]
 
-def _option(default: Any, text: str, *, metavar: str | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text, "metavar": metavar})
 
+def _option(default: Any, text: str, check: Check | None = None, *, metavar: str | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, "check": check, "metavar": metavar})
+
+
+def _one_of(kind: Any) -> Check:
+    return partial(check_choice, valid=get_args(kind))
+
+
+_POSITIVE = partial(check_number, above=0)
+_NOT_NEGATIVE = partial(check_number, at_least=0)
+_COUNT = partial(check_whole, at_least=1)
+_COUNT_OR_NONE = partial(check_whole, at_least=0)
 
 Precision = Literal["float32", "bfloat16"]
 Schedule = Literal["step", "cosine", "constant"]
@@ -32,46 +44,46 @@ class TrainConfig:
     model: str | None = _option(None, "Model of the task by name, or package.module:callable. Default: the task's.")
     data: Path | None = _option(None, "File or folder of the task's data; digits are built in.")
     method: str = _option("union", "Method, with options if need be: micro, 'micro(control=paper)'.")
-    density: float | None = _option(None, f"Share of the gradient to send in a step. Default: {DEFAULT_DENSITY}.")
-    workers: int | None = _option(None, "Processes to start on this machine. Default: one, or one per GPU.")
-    virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.")
+    density: float | None = _option(
+        None, f"Share of the gradient to send in a step. Default: {DEFAULT_DENSITY}.", check_fraction
+    )
+    workers: int | None = _option(None, "Processes to start on this machine. Default: one, or one per GPU.", _COUNT)
+    virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.", _COUNT)
     device: str | None = _option(None, "cpu, cuda or cuda:N. Default: cuda if there is one.")
     backend: str | None = _option(None, "Process group: gloo or nccl. Default: by device.")
-    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.")
-    batch_size: int | None = _option(None, "Examples per worker and step.")
-    epochs: int | None = _option(None, "Epochs; the learning rate follows them.")
-    steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.")
-    lr: float | None = _option(None, "Peak learning rate. Default: the task's, in proportion to the global batch.")
-    warmup_epochs: float | None = _option(None, "Epochs over which the learning rate rises from 0.")
-    schedule: Schedule | None = _option(None, "After the warm-up: step (a tenth from 3/4 on), cosine or constant.")
-    optimizer: Optimizer | None = _option(None, "sgd or adamw.")
-    momentum: float | None = _option(None, "Of sgd; 0 where the method has its own.")
-    weight_decay: float | None = _option(None, "Of the optimizer.")
-    clip: float | None = _option(None, "Largest norm of the averaged gradient.")
-    precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.")
-    eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.")
-    eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.")
-    checkpoint_every: int | None = _option(None, "Steps between checkpoints; 0: none at all. Default: an epoch's.")
+    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _COUNT_OR_NONE)
+    batch_size: int | None = _option(None, "Examples per worker and step.", _COUNT)
+    epochs: int | None = _option(None, "Epochs; the learning rate follows them.", _COUNT)
+    steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.", _COUNT)
+    lr: float | None = _option(
+        None, "Peak learning rate. Default: the task's, in proportion to the global batch.", _POSITIVE
+    )
+    warmup_epochs: float | None = _option(None, "Epochs over which the learning rate rises from 0.", _NOT_NEGATIVE)
+    schedule: Schedule | None = _option(
+        None, "After the warm-up: step (a tenth from 3/4 on), cosine or constant.", _one_of(Schedule)
+    )
+    optimizer: Optimizer | None = _option(None, "sgd or adamw.", _one_of(Optimizer))
+    momentum: float | None = _option(
+        None, "Of sgd; 0 where the method has its own.", partial(check_number, at_least=0, below=1)
+    )
+    weight_decay: float | None = _option(None, "Of the optimizer.", _NOT_NEGATIVE)
+    clip: float | None = _option(None, "Largest norm of the averaged gradient.", _POSITIVE)
+    precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.", _one_of(Precision))
+    eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.", _NOT_NEGATIVE)
+    eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.", _COUNT)
+    checkpoint_every: int | None = _option(
+        None, "Steps between checkpoints; 0: none at all. Default: an epoch's.", _COUNT_OR_NONE
+    )
     output: Path | None = _option(None, "Folder of the run. Default: a new one in runs/.")
     tensorboard: bool = _option(False, "Write TensorBoard events into the run's folder.")
     wandb: str | None = _option(None, "Log to this Weights & Biases project.", metavar="PROJECT")
-    threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.")
+    threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.", _COUNT)
 
     def __post_init__(self) -> None:
-        for name in ("workers", "virtual", "batch_size", "epochs", "steps", "eval_examples", "threads"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), at_least=1)
-        for name in ("lr", "clip"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), above=0)
-        for name in ("warmup_epochs", "weight_decay", "eval_every", "checkpoint_every"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), at_least=0)
-        if self.momentum is not None:
-            check_number("momentum", self.momentum, at_least=0, below=1)
-        check_whole("seed", self.seed, at_least=0)
-        if self.density is not None:
-            check_fraction("density", self.density)
+        for field in fields(self):
+            check, value = field.metadata["check"], getattr(self, field.name)
+            if check is not None and value is not None:
+                check(field.name, value)
         if self.workers is not None and self.virtual is not None:
             raise UsageError("workers and virtual exclude one another: processes, or workers in one process")
         self.make_method()
@@ -96,7 +108,7 @@ def parse_method(expression: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a method expression; bare words are strings."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-    except (SyntaxError, ValueError) as error:
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise _not_a_method(expression) from error
     if isinstance(tree, ast.Name):
         return tree.id, {}
@@ -115,7 +127,7 @@ def _literal(node: ast.expr, expression: str) -> Any:
         return node.id
     try:
         return ast.literal_eval(node)
-    except ValueError as error:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise _not_a_method(expression) from error
 
 

@@ -47,7 +47,7 @@ class Engine(ABC):
         self.model: nn.Module = build_model(plan.task, plan.config.model).to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        named = list(self.model.named_parameters())
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.layout = Layout(named, excluded_names(named, fewer_than_two_dimensions))
         self._watch = Stopwatch(device)
 

@@ -17,7 +17,7 @@ RUNS = Path("runs")
 
 def run_name(plan: Plan) -> str:
     """A folder name that says what a run is."""
-    density = "" if plan.config.density is None else f"-{plan.config.density:g}"
+    density = "" if plan.config.density is None else f"-{plan.config.density!r}"
     kind = "v" if plan.config.virtual is not None else "w"
     return _plain(f"{plan.task.name}-{plan.config.model}-{plan.label}{density}-{kind}{plan.world}-s{plan.config.seed}")
 

@@ -79,7 +79,11 @@ def make_grid(configs: Sequence[TrainConfig], output: Path | None) -> list[Cell]
     for config in configs:
         plain = replace(config, output=None, checkpoint_every=config.checkpoint_every or 0)
         plan = checked_plan(plain, num_workers(config), task)
-        cells[run_name(plan)] = Cell(plan, folder / run_name(plan))
+        cell = Cell(plan, folder / run_name(plan))
+        if cells.setdefault(cell.name, cell).plan.config != plan.config:
+            raise UsageError(
+                f"two runs of the grid would share the folder {cell.folder}: run them by grids of their own"
+            )
     for cell in cells.values():
         _check_folder(cell)
     make_writable(folder)

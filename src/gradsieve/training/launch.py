@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple, cast
 
-from gradsieve.runs import Record, Status
+from gradsieve.runs import ERROR, RESULT, Record, Status
 from gradsieve.training.recorder import Sink, write_result, write_text
 from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
 
@@ -22,7 +24,7 @@ GRACE_SECONDS = 5.0
 
 
 class _Message(NamedTuple):
-    """From a worker to the process that started it: `start`, `record`, `ended` or `failed`."""
+    """From a worker to the process that started it: `ready`, `start`, `record`, `ended` or `failed`."""
 
     kind: str
     content: Any
@@ -46,18 +48,22 @@ class _PipeSink:
 
 def launch(order: Order, num_processes: int, sinks: Sequence[Sink] = ()) -> Ended:
     """Carry out an order in so many new processes, and wait for its end. Ctrl-C ends the run, a second one kills it."""
+    assert order.folder is not None
     with tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch:
         crew = _Crew(order, num_processes, f"file://{scratch}/meeting")
         with _forwarding_interrupts(crew):
             failure = crew.watch(sinks)
-    assert order.folder is not None
+    if crew.interrupted and crew.status != "finished":
+        if not (order.folder / RESULT).exists():
+            write_result(order.folder, "interrupted", _summary_so_far(order.folder))
+        return Ended(order.folder, "interrupted")
     if failure is not None:
         return _failed(order.folder, failure)
     return Ended(order.folder, crew.status)
 
 
 def _failed(folder: Path, failure: _Failure) -> Ended:
-    write_text(folder / "error.txt", failure.details)
+    write_text(folder / ERROR, failure.details)
     write_result(folder, "failed", _summary_so_far(folder), failure.line)
     return Ended(folder, "failed", failure.line)
 
@@ -72,6 +78,8 @@ def _summary_so_far(folder: Path) -> Record:
 class _Failure(NamedTuple):
     line: str
     details: str
+    silent: bool = False
+    """The worker died without a word. Then what others say is about that."""
 
 
 class _Crew:
@@ -82,7 +90,9 @@ class _Crew:
         # torch is imported once, in the server that the workers are forked from
         context.set_forkserver_preload(["gradsieve.training.session"])
         self.status: Status = "interrupted"
+        self.interrupted = False
         self._pipes: dict[Connection, int] = {}
+        self._ready: set[int] = set()
         self._done: set[int] = set()
         self._processes = []
         for rank in range(num_processes):
@@ -95,29 +105,33 @@ class _Crew:
             self._processes.append(process)
 
     def watch(self, sinks: Sequence[Sink]) -> _Failure | None:
-        """Pass on what the workers tell until all have ended; returns the first failure."""
-        failure: _Failure | None = None
-        while self._pipes:
-            ready = wait(list(self._pipes), timeout=None if failure is None else GRACE_SECONDS)
-            if not ready:
-                break
-            for pipe in ready:
-                heard = self._hear(cast("Connection", pipe), sinks)
-                # the first is the cause, later ones are what the others make of it
-                failure = failure or heard
-        self.kill()
-        for sink in sinks:
-            sink.close()
-        return failure
+        """Pass on what the workers tell until all have ended; returns the cause of a failure."""
+        failures: list[_Failure] = []
+        deadline = math.inf
+        try:
+            while self._pipes and monotonic() < deadline:
+                for pipe in wait(list(self._pipes), timeout=None if deadline == math.inf else GRACE_SECONDS):
+                    failures += self._hear(cast("Connection", pipe), sinks)
+                if failures:
+                    deadline = min(deadline, monotonic() + GRACE_SECONDS)
+        finally:
+            self.kill()
+            for sink in sinks:
+                sink.close()
+        return min(failures, key=lambda failure: not failure.silent, default=None)
 
-    def _hear(self, pipe: Connection, sinks: Sequence[Sink]) -> _Failure | None:
+    def _hear(self, pipe: Connection, sinks: Sequence[Sink]) -> list[_Failure]:
         rank = self._pipes[pipe]
         try:
             message: _Message = pipe.recv()
         except (EOFError, OSError):
             return self._lost(pipe, rank)
         if message.kind == "failed":
-            return _Failure(*message.content)
+            return [_Failure(*message.content)]
+        if message.kind == "ready":
+            self._ready.add(rank)
+            if self.interrupted:
+                self.interrupt()
         if message.kind == "ended":
             self._done.add(rank)
             self.status = message.content if rank == 0 else self.status
@@ -126,13 +140,13 @@ class _Crew:
                 sink.start(*message.content)
             elif message.kind == "record":
                 sink.write(message.content)
-        return None
+        return []
 
-    def _lost(self, pipe: Connection, rank: int) -> _Failure | None:
+    def _lost(self, pipe: Connection, rank: int) -> list[_Failure]:
         """A worker has closed its pipe: it is done, or it is dead."""
         del self._pipes[pipe]
         if rank in self._done:
-            return None
+            return []
         process = self._processes[rank]
         process.join(GRACE_SECONDS)
         code = process.exitcode
@@ -140,10 +154,13 @@ class _Crew:
         if code is not None and code < 0:
             reason = f"signal {signal.Signals(-code).name}"
         line = f"worker {rank} died ({reason})"
-        return None if code == WORKER_FAILED else _Failure(line, line)
+        return [] if code == WORKER_FAILED else [_Failure(line, line, silent=True)]
 
     def interrupt(self) -> None:
-        for process in self._processes:
+        """Ask the workers to end after their step; those that cannot hear it yet, once they can."""
+        self.interrupted = True
+        for rank in self._ready:
+            process = self._processes[rank]
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
 
@@ -162,13 +179,15 @@ def _work(order: Order, seat: Seat, pipe: Connection) -> None:
     """The life of one worker."""
     interruption = Interruption()
     interruption.install()
+    pipe.send(_Message("ready", None))
     # local workers meet on the loopback interface, whatever the machine's name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         ended = carry_out(order, seat, [_PipeSink(pipe)] if seat.rank == 0 else [], interruption)
         pipe.send(_Message("ended", ended.status))
     except BaseException as error:
-        pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc())))
+        with suppress(OSError):  # nobody may be left to hear it
+            pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc())))
         os._exit(WORKER_FAILED)
 
 

@@ -49,7 +49,7 @@ class Passes:
 
     def _gradient_dtype(self, layout: Layout) -> torch.dtype:
         """The one that the gradients come in."""
-        twins = zip(self._model.parameters(), self._twin.parameters(), strict=True)
+        twins = zip(trainable(self._model), trainable(self._twin), strict=True)
         dtypes = {twin.dtype for parameter, twin in twins if layout.slot(parameter).sparse}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -68,7 +68,7 @@ class Passes:
     def _row(self, layout: Layout, rank: int) -> list[Tensor]:
         """The places of one worker's gradients, in the order and the shapes of the parameters."""
         places = []
-        for parameter in self._model.parameters():
+        for parameter in trainable(self._model):
             slot = layout.slot(parameter)
             row = (self.gradients if slot.sparse else self.dense)[rank]
             places.append(shaped(row[slot.start : slot.stop], parameter))
@@ -92,7 +92,7 @@ class Passes:
             with self._autocast():
                 loss = self._plan.task.loss(self._twin(batch.inputs), batch.targets)
             watch.switch("backward")
-            gradients = torch.autograd.grad(loss, list(self._twin.parameters()))
+            gradients = torch.autograd.grad(loss, trainable(self._twin), allow_unused=True, materialize_grads=True)
             _copy(self._rows[rank], gradients)
             self.losses[rank] = loss.detach()
             watch.switch(None)
@@ -156,6 +156,10 @@ class GraphedPasses(Passes):
             main.wait_stream(stream)
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _twin(model: nn.Module) -> nn.Module:
     """A copy whose matrices are bfloat16, so that they are cast once a step and not once a worker."""
     twin = copy.deepcopy(model)
@@ -168,10 +172,18 @@ def _twin(model: nn.Module) -> nn.Module:
 @contextmanager
 def _wearing(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with these buffers in place of its own."""
+    own = dict(model.named_buffers())
+    _put_on(model, buffers)
+    try:
+        yield
+    finally:
+        _put_on(model, own)
+
+
+def _put_on(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers.items():
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path)._buffers[leaf] = buffer
-    yield
 
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -71,8 +71,9 @@ class Plan:
         """Is the model judged after so many steps?"""
         if steps_done == self.total_steps:
             return True
-        period = round(self.config.eval_every * self.steps_per_epoch)
-        return period > 0 and steps_done % period == 0
+        if not self.config.eval_every:
+            return False
+        return steps_done % max(1, round(self.config.eval_every * self.steps_per_epoch)) == 0
 
     def saves_after(self, steps_done: int) -> bool:
         """Is a checkpoint written after so many steps?"""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from gradsieve.checks import UsageError
-from gradsieve.runs import FORMAT, METRICS, RESULT, RUN, Record, Status, read_records
+from gradsieve.runs import ERROR, FORMAT, METRICS, RESULT, RUN, Record, Status, read_records
 
 
 class Sink(Protocol):
@@ -34,7 +34,8 @@ class Recorder:
         """Begin a run, or go on with it after `steps_done`: what was logged later is forgotten."""
         path = self._folder / METRICS
         kept = [record for record in read_records(path) if record["step"] <= steps_done] if steps_done else []
-        (self._folder / RESULT).unlink(missing_ok=True)
+        for name in (RESULT, ERROR):
+            (self._folder / name).unlink(missing_ok=True)
         write_json(self._folder / RUN, {"format": FORMAT, **header})
         write_text(path, "".join(_line(record) for record in kept))
         self._metrics = path.open("a", encoding="utf-8")

@@ -105,7 +105,10 @@ def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> P
     plan = make_plan(config, world, task)
     if plan.config.model not in plan.task.models:
         build_model(plan.task, plan.config.model)
-    plan.method.proposers.check(world)
+    try:
+        plan.method.proposers.check(world)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     return replace(plan, config=replace(plan.config, workers=None if config.virtual is not None else world))
 
 
