@@ -452,7 +452,14 @@ class TestPendingStats:
 def _untimed(stats: StepStats) -> tuple[object, ...]:
     return (
         *(stats.step, stats.numel, stats.target, stats.support, stats.density, stats.threshold, stats.counts),
-        *(stats.imbalance, stats.wire_bytes, stats.link_bytes, stats.num_messages, stats.dense_numel, stats.dense_bytes),
+        *(
+            stats.imbalance,
+            stats.wire_bytes,
+            stats.link_bytes,
+            stats.num_messages,
+            stats.dense_numel,
+            stats.dense_bytes,
+        ),
     )
 
 

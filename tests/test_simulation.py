@@ -234,7 +234,7 @@ def test_every_worker_has_a_record_of_its_own() -> None:
         (gradsieve.cltk(density=0.05), 2, lambda support: 4 * 20 + 1.5 * 4 * support),
         (gradsieve.hard_threshold(density=0.05, threshold=9.0), 1, lambda support: 3 * 8 + 0 * support),
     ],
-    ids=repr,
+    ids=["dense", "randomk", "topk", "cltk", "hard_threshold"],
 )
 def test_link_bytes_are_those_of_rings(
     method: gradsieve.Method, num_messages: int, link_bytes: Callable[[int], float], as_team: bool

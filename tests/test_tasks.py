@@ -17,7 +17,6 @@ from gradsieve import tasks
 from gradsieve.tasks import TASKS, DataError, Examples, Noise, Task, build_model, load_task
 from gradsieve.tasks.augment import whole_below
 from gradsieve.tasks.cifar import CIFAR10
-from gradsieve.tasks.digits import shifted
 from gradsieve.tasks.ratings import WithNegatives
 from gradsieve.tasks.task import Prepare
 
@@ -179,7 +178,6 @@ def test_a_task_without_models_says_so() -> None:
 
 
 PREPARES: dict[str, tuple[Prepare, Callable[[int], Any]]] = {
-    "digits": (shifted, lambda count: torch.randn(count, 64)),
     "cifar10": (CIFAR10.prepare, lambda count: torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)),
     "ratings": (WithNegatives(50), lambda count: torch.randint(0, 50, (count, 2))),
 }

@@ -225,6 +225,7 @@ import small_runs
 from gradsieve.training import runner
 
 if __name__ == "__main__":
+    small_runs.warm_up()
     config = small_runs.config(Path(sys.argv[1]), workers=2, steps=100_000)
     print(runner.train(config).status)
 """

@@ -176,7 +176,7 @@ class TeamCollectives(Collectives):
 
     async def gather_pieces(self, own: Tensor, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
         """`own` holds the pieces of all ranks, one after the other."""
-        pieces = own.split(list(counts))
+        pieces = torch.split(own, list(counts))
         if len(sources) < self.world:
             return [await self.broadcast(pieces[rank], rank) for rank in sources]
         # what each would hand over is padded to the longest
@@ -226,7 +226,7 @@ class LocalCollectives(Collectives):
     async def _meet(self, offer: _Offer) -> Tensor:
         # the time until everyone has arrived is the work of the other ranks
         self.watch.switch(None)
-        result = await _suspended(offer)
+        result: Tensor = await _suspended(offer)
         self.watch.switch("exchange")
         return result
 

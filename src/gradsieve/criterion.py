@@ -219,8 +219,8 @@ class Above(Criterion):
         counts = [row[0] for row in await team.gather_numbers(_count_ranks(indices, step).unsqueeze(1))]
         positions = indices % max(step.numel, 1)
         if self.at_least_one or self.at_most_target:
-            found = zip(positions.split(counts), scores.split(counts), views, strict=True)
-            pieces = [self._bounded(Candidates(*own, 0), view) for *own, view in found]
+            found = zip(torch.split(positions, counts), torch.split(scores, counts), views, strict=True)
+            pieces = [self._bounded(Candidates(own, its_scores, 0), view) for own, its_scores, view in found]
             positions, counts = torch.cat(pieces), [len(piece) for piece in pieces]
         return Proposal(positions, tuple(counts), (threshold,))
 

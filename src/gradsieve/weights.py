@@ -27,7 +27,7 @@ class Weights:
         """The RMS of each tensor; one that is all zeros borrows the model's."""
         flat = self.flat.float()
         sizes = [stop - start for start, stop in pairwise(self._bounds)]
-        *norms, whole = torch._foreach_norm([*flat.split(sizes), flat])
+        *norms, whole = torch._foreach_norm([*torch.split(flat, sizes), flat])
         tensors = torch.stack(norms) / flat.new_tensor(sizes).clamp_min_(1).sqrt_()
         model = whole / math.sqrt(max(flat.numel(), 1))
         scales = torch.where(tensors > 0, tensors, model)

@@ -26,6 +26,11 @@ def _one_of(kind: Any) -> Check:
     return partial(check_choice, valid=get_args(kind))
 
 
+def _check_seed(name: str, value: int) -> None:
+    check_whole(name, value, at_least=0)
+    check_number(name, value, below=2**63)
+
+
 _POSITIVE = partial(check_number, above=0)
 _NOT_NEGATIVE = partial(check_number, at_least=0)
 _COUNT = partial(check_whole, at_least=1)
@@ -51,7 +56,7 @@ class TrainConfig:
     virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.", _COUNT)
     device: str | None = _option(None, "cpu, cuda or cuda:N. Default: cuda if there is one.")
     backend: str | None = _option(None, "Process group: gloo or nccl. Default: by device.")
-    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _COUNT_OR_NONE)
+    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _check_seed)
     batch_size: int | None = _option(None, "Examples per worker and step.", _COUNT)
     epochs: int | None = _option(None, "Epochs; the learning rate follows them.", _COUNT)
     steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.", _COUNT)
@@ -116,7 +121,7 @@ def parse_method(expression: str) -> tuple[str, dict[str, Any]]:
         raise _not_a_method(expression)
     options = {}
     for keyword in tree.keywords:
-        if keyword.arg is None:
+        if keyword.arg is None or keyword.arg in options:
             raise _not_a_method(expression)
         options[keyword.arg] = _literal(keyword.value, expression)
     return tree.func.id, options

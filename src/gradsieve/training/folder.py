@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -31,8 +32,13 @@ def new_folder(plan: Plan) -> Path:
     if plan.config.output is not None:
         return empty_folder(plan.config.output)
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_name(plan)}"
-    names = (stem if attempt == 1 else f"{stem}-{attempt}" for attempt in count(1))
-    return empty_folder(next(RUNS / name for name in names if not (RUNS / name).exists()))
+    make_writable(RUNS)
+    for attempt in count(1):
+        folder = RUNS / (stem if attempt == 1 else f"{stem}-{attempt}")
+        with suppress(FileExistsError):  # another run was begun in the same second
+            folder.mkdir()
+            return folder.resolve()
+    raise AssertionError("there is always another number")
 
 
 def empty_folder(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsieve.checks import UsageError
-from gradsieve.runs import is_run, read_run
+from gradsieve.runs import ERROR, METRICS, RESULT, RUN, is_run, read_run
 from gradsieve.tasks import load_task
 from gradsieve.training.checkpoint import checkpoint_of
 from gradsieve.training.config import TrainConfig, from_mapping, parse_method, to_mapping
@@ -25,6 +25,9 @@ AXES = ("method", "density", "workers", "virtual", "seed")
 """Options that may have several values, slowest first."""
 NO_MATTER = {"output", "tensorboard", "wandb", "threads", "checkpoint_every"}
 """Options that may differ between a finished run and the one asked for."""
+
+
+OWN_FILES = (RUN, METRICS, RESULT, ERROR, "checkpoint", "events.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Cell:
 
 def expand(values: Mapping[str, Any], source: str) -> list[TrainConfig]:
     """The configs of a grid from one mapping, whose axes may hold lists; each config once."""
-    lists = [_listed(values[axis]) if values.get(axis) is not None else [None] for axis in AXES]
+    lists = [_listed(axis, values[axis]) if values.get(axis) is not None else [None] for axis in AXES]
     configs = []
     for chosen in itertools.product(*lists):
         cell = {**values, **dict(zip(AXES, chosen, strict=True))}
@@ -64,10 +67,10 @@ def expand(values: Mapping[str, Any], source: str) -> list[TrainConfig]:
     return list(dict.fromkeys(configs))
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(axis: str, value: Any) -> list[Any]:
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if not values:
-        raise UsageError("an option of the grid is an empty list: give at least one value, or leave it out")
+        raise UsageError(f"{axis} is an empty list: give at least one value, or leave it out")
     return values
 
 
@@ -91,8 +94,11 @@ def make_grid(configs: Sequence[TrainConfig], output: Path | None) -> list[Cell]
 
 
 def _check_folder(cell: Cell) -> None:
-    """A folder of that name must hold a run like that."""
+    """A folder of that name must hold a run like that, or the beginning of one."""
     if not is_run(cell.folder):
+        strange = [path for path in cell.folder.glob("*") if not path.name.startswith(OWN_FILES)]
+        if strange:
+            raise UsageError(f"{strange[0]} is no file of a run, and would be removed: give another --output")
         return
     asked, found = to_mapping(cell.plan.config), read_run(cell.folder).config
     for name, value in asked.items():

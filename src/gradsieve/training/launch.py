@@ -88,7 +88,7 @@ class _Crew:
     def __init__(self, order: Order, num_processes: int, meeting: str) -> None:
         context = multiprocessing.get_context("forkserver")
         # torch is imported once, in the server that the workers are forked from
-        context.set_forkserver_preload(["gradsieve.training.session"])
+        context.set_forkserver_preload(["gradsieve.training.session", "torch._dynamo"])  # optimizers import the latter
         self.status: Status = "interrupted"
         self.interrupted = False
         self._pipes: dict[Connection, int] = {}

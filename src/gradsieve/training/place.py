@@ -64,6 +64,8 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 def _place(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     world = _whole(launcher.world, environment[launcher.world])
+    if world < 1:
+        raise UsageError(f"the environment variable {launcher.world} is {world}: a run has at least one worker")
     local_world = _whole(launcher.local_world, environment.get(launcher.local_world, str(world)))
     return Place(
         launcher=launcher.name,
@@ -88,11 +90,21 @@ def _address(launcher: _Launcher, environment: Mapping[str, str], *, one_machine
         return environment["MASTER_ADDR"]
     if one_machine:
         return "127.0.0.1"
-    if launcher.name == "srun" and "SLURM_LAUNCH_NODE_IPADDR" in environment:
-        return environment["SLURM_LAUNCH_NODE_IPADDR"]
+    if launcher.name == "srun" and "SLURM_STEP_NODELIST" in environment:
+        return first_host(environment["SLURM_STEP_NODELIST"])
     raise UsageError(
         f"{launcher.name} started workers on several machines: export MASTER_ADDR, rank 0's machine, to all of them"
     )
+
+
+def first_host(nodes: str) -> str:
+    """Of a list of SLURM's, the machine that has rank 0.
+
+    >>> first_host("node[07-09,12],login1")
+    'node07'
+    """
+    name, _, rest = nodes.split(",")[0].partition("[")
+    return name + rest.rstrip("]").split("-")[0]
 
 
 def _port(launcher: _Launcher, environment: Mapping[str, str]) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve.checks import UsageError
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import GroupCollectives, run
 from gradsieve.hook import sparsify
@@ -51,7 +52,11 @@ class Processes(Engine):
 
     def outcome(self, *, stop: bool) -> Outcome:
         stats = self._sieve.stats
-        assert stats is not None
+        if stats is None:
+            raise UsageError(
+                "the model has parameters that its output does not depend on, and DDP waits for their gradients: "
+                "freeze them (requires_grad=False) or remove them"
+            )
         seconds = dict(self._watch.seconds())
         seconds |= {"select": stats.select_seconds, "exchange": stats.exchange_seconds}
         # the hook runs inside backward

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from gradsieve.checks import UsageError
 from gradsieve.runs import ERROR, FORMAT, METRICS, RESULT, RUN, Record, Status, read_records
 
 
@@ -86,10 +85,8 @@ class TensorBoard:
     """Events for TensorBoard, in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UsageError("--tensorboard needs TensorBoard: pip install 'gradsieve[tensorboard]'") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def start(self, header: Mapping[str, Any], steps_done: int) -> None:
@@ -108,10 +105,8 @@ class WeightsAndBiases:
     """A run in a Weights & Biases project."""
 
     def __init__(self, project: str, folder: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UsageError("--wandb needs its package: pip install 'gradsieve[wandb]'") from error
+        import wandb
+
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder))
 
     def start(self, header: Mapping[str, Any], steps_done: int) -> None:  # noqa: ARG002 - a `Sink`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 def _carried_out(config: TrainConfig, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
     place = find_place(os.environ)
-    if place is not None and config.virtual is None:
+    if place is not None and place.world > 1 and config.virtual is None:
         return _joined(config, place, resumed, sinks)
     refuse_launcher("virtual workers share one process")
     plan = checked_plan(config, num_workers(config))
@@ -73,7 +74,8 @@ def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequ
         )
     plan = checked_plan(config, place.world)
     # torchrun serves the meeting place itself, and says so in the environment
-    meeting = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
+    served = place.launcher == "torchrun" and "MASTER_ADDR" in os.environ
+    meeting = "env://" if served else f"tcp://{place.address}:{place.port}"
     seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting)
     interruption = Interruption()
     interruption.install()
@@ -100,9 +102,9 @@ def num_workers(config: TrainConfig) -> int:
 def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan:
     """The plan of a run, with all found that can be wrong before anything is started."""
     _check_device(config)
-    if config.backend not in (None, "gloo", "nccl"):
-        raise UsageError(f"backend must be gloo or nccl, not {config.backend!r}")
+    _check_sinks(config)
     plan = make_plan(config, world, task)
+    _check_backend(plan.config)
     if plan.config.model not in plan.task.models:
         build_model(plan.task, plan.config.model)
     try:
@@ -110,6 +112,19 @@ def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> P
     except ValueError as error:
         raise UsageError(str(error)) from error
     return replace(plan, config=replace(plan.config, workers=None if config.virtual is not None else world))
+
+
+def _check_sinks(config: TrainConfig) -> None:
+    for name, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
+        if wanted and find_spec(name) is None:
+            raise UsageError(f"--{name} needs the package {name}: pip install 'gradsieve[{name}]'")
+
+
+def _check_backend(config: TrainConfig) -> None:
+    if config.backend not in (None, "gloo", "nccl"):
+        raise UsageError(f"backend must be gloo or nccl, not {config.backend!r}")
+    if config.backend == "nccl" and not str(config.device).startswith("cuda"):
+        raise UsageError(f"backend nccl needs CUDA devices, and the device is {config.device}: give --backend gloo")
 
 
 def _check_device(config: TrainConfig) -> None:
