@@ -79,9 +79,8 @@ def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, m
     expected = from_mapping(TrainConfig, {name: value}, "here")
     assert expected != TrainConfig()
     assert seen(monkeypatch, flag(name), *(() if value is True else (value,))) == expected
-    for suffix in WRITERS:
-        assert seen(monkeypatch, "--config", written({name: value}, suffix)) == expected
-        assert seen(monkeypatch, "--config", written({name.replace("_", "-"): value}, suffix)) == expected
+    assert seen(monkeypatch, "--config", written({name: value}, ".toml")) == expected
+    assert seen(monkeypatch, "--config", written({name.replace("_", "-"): value}, ".yaml")) == expected
 
 
 def test_nothing_given_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

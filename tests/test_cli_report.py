@@ -52,6 +52,7 @@ def test_several_folders_another_place_and_another_title(tmp_path: Path) -> None
     assert not (tmp_path / "one" / "report").exists()
 
 
+@pytest.mark.slow
 def test_the_module_reports(tmp_path: Path) -> None:
     write_run(tmp_path / "run", Plan("dense", 1.0))
     done = spawn(*MODULE, "report", "run", cwd=tmp_path)

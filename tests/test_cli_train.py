@@ -23,6 +23,7 @@ import yaml
 import gradsieve
 from command_line import MODULE, SMALL, Done, call, complaint, finish, marked, spawn, started, steps_logged, until
 from gradsieve.runs import Run, read_run
+from gradsieve.training import runner
 from gradsieve.training.config import TrainConfig
 from small_runs import told
 
@@ -313,13 +314,12 @@ def test_an_own_task_lies_beside_its_user(tmp_path: Path) -> None:
 
 
 def test_digits_need_nothing(tmp_path: Path) -> None:
-    arguments = ["--model", "mlp", "--steps", 5, "--batch-size", 8, "--workers", 2, "--output", "run"]
-    done = spawn(*MODULE, "train", *arguments, cwd=tmp_path)
+    arguments = ["--model", "mlp", "--steps", 5, "--batch-size", 8, "--virtual", 2, "--threads", 1]
+    done = call("train", *arguments, "--output", tmp_path / "run")
     assert (done.code, done.err, done.last) == (0, "", str(tmp_path / "run"))
     run = read_run(tmp_path / "run")
     assert [record["step"] for record in run.steps] == [1, 2, 3, 4, 5]
-    command = "python -m gradsieve train --model mlp --steps 5 --batch-size 8 --workers 2 --output run"
-    assert run.provenance["command"] == command
+    assert (run.method, run.density, run.measure) == ("union", 0.01, "accuracy")
 
 
 def test_a_run_that_fails_says_why_and_where(tmp_path: Path) -> None:
@@ -450,10 +450,10 @@ def complaints(done: Done) -> list[str]:
     [
         ("train --density nan", "density must lie in (0, 1], not nan"),
         ("train --workers 3", "2 workers, but 3 are asked for"),
-        ("train --virtual 2", "virtual workers share one process"),
+        ("train --config virtual.toml", "virtual workers share one process"),
         ("train --output file/below", "cannot write to the folder"),
         ("train --task late:task --model nope", "has no model 'nope'"),
-        ("compare --virtual 2", "compare starts its workers itself"),
+        ("compare", "compare starts its workers itself"),
     ],
 )
 @pytest.mark.parametrize(
@@ -466,6 +466,7 @@ def test_a_launchers_workers_complain_once(launcher: list[object], arguments: st
     )
     (tmp_path / "late.py").write_text(late + "from small_runs import task")
     (tmp_path / "file").touch()
+    (tmp_path / "virtual.toml").write_text("virtual = 2")  # torchrun would take --virtual for an option of its own
     done = spawn(*launcher, *arguments.split(), cwd=tmp_path)
     assert done.code != 0
     (line,) = complaints(done)
@@ -562,6 +563,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(
     assert (run.status, run.error) == ("interrupted", None)
     assert 9 <= len(run.steps) < STEPS
     assert run.summary["steps"] == len(run.steps)
+    assert run.provenance["command"] == " ".join(["python -m gradsieve", *map(str, command[3:])])
     assert (tmp_path / "run" / "checkpoint").is_dir()
     (tmp_path / "slow").unlink()
     again = call("train", "--resume", tmp_path / "run")
@@ -572,7 +574,15 @@ def test_an_interrupted_run_goes_on_to_the_same_end(
     assert told(resumed) == told(uninterrupted)
 
 
-@pytest.mark.parametrize("interrupt", [interrupt_group, interrupt_parent])
+def test_an_interrupt_during_the_checks_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:  # noqa: ARG001 - stands in for `make_plan`
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "make_plan", interrupted)
+    assert call("train", *SMALL, "--output", tmp_path / "run") == (130, "", "")
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_group, pytest.param(interrupt_parent, marks=pytest.mark.slow)])
 def test_an_interrupt_while_the_workers_start_leaves_nothing_behind(
     interrupt: Callable[[subprocess.Popen[str]], None], tmp_path: Path
 ) -> None:
@@ -586,6 +596,7 @@ def test_an_interrupt_while_the_workers_start_leaves_nothing_behind(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     command = [*MODULE, "train", *GUIDED, "--data", tmp_path, "--checkpoint-every", 3, "--output", "run"]
@@ -596,6 +607,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
         assert len(workers) == 2
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
+        until(lambda: all(_is_stopped(worker) for worker in workers), "the workers stop")
         interrupt_parent(process)
         until(lambda: all(_has_pending_interrupt(worker) for worker in workers), "the first interrupt is passed on")
         interrupt_parent(process)
@@ -615,6 +627,12 @@ def _is_worker(folder: Path, mark: str) -> bool:
         return b"forkserver" in words and b"forkserver" in above and mark.encode() in (folder / "environ").read_bytes()
     except OSError:
         return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """With all its threads."""
+    stats = [path.read_text() for path in Path("/proc", str(pid), "task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _has_pending_interrupt(pid: int) -> bool:

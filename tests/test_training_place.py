@@ -30,7 +30,7 @@ SLURM = {
     "SLURM_LOCALID": "2",
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+    "SLURM_STEP_NODELIST": "node[07-08]",
 }
 LAUNCHERS = {"torchrun": TORCHRUN, "open-mpi": OPEN_MPI, "mpich": MPICH, "slurm": SLURM}
 
@@ -50,11 +50,11 @@ def test_torchrun_says_it_all() -> None:
     [
         (OPEN_MPI, ("mpirun", 3, 4, 3, 4, "127.0.0.1")),
         (MPICH, ("mpirun", 2, 4, 2, 4, "127.0.0.1")),
-        (SLURM, ("srun", 6, 8, 2, 4, "10.0.0.7")),
+        (SLURM, ("srun", 6, 8, 2, 4, "node07")),
         (SLURM | {"MASTER_ADDR": "node3"}, ("srun", 6, 8, 2, 4, "node3")),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}, ("srun", 6, 8, 2, 8, "127.0.0.1")),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, ("srun", 6, 8, 2, 5, "10.0.0.7")),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)"}, ("srun", 6, 8, 2, 2, "10.0.0.7")),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, ("srun", 6, 8, 2, 5, "node07")),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)"}, ("srun", 6, 8, 2, 2, "node07")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 1, 2, 1, 2, "127.0.0.1")),
     ],
 )
@@ -106,7 +106,7 @@ def test_jobs_on_one_machine_meet_at_different_ports(name: str, job: str) -> Non
         ({name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}, "torchrun"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun"),
         (MPICH | {"MPI_LOCALNRANKS": "1"}, "mpirun"),
-        ({name: value for name, value in SLURM.items() if name != "SLURM_LAUNCH_NODE_IPADDR"}, "srun"),
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, "srun"),
     ],
 )
 def test_several_machines_need_an_address(environment: dict[str, str], launcher: str) -> None:

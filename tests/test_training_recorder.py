@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.checks import UsageError
 from gradsieve.runs import METRICS, RESULT, RUN, Record, RunError, read_records, read_run
 from gradsieve.training.recorder import Recorder, TensorBoard, WeightsAndBiases, finite, write_json, write_text
 
@@ -183,14 +182,3 @@ def test_weights_and_biases_gets_the_header_and_every_record(tmp_path: Path, mon
     sink.close()
     opened = {"project": "project", "name": tmp_path.name, "dir": str(tmp_path)}
     assert told == [opened, HEADER, ({"step": 3, "train/loss": 2.0}, 3), "finish"]
-
-
-def test_a_sink_that_is_not_installed_is_refused_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("torch.utils.tensorboard", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"--tensorboard needs TensorBoard: pip install 'gradsieve\[tensorboard\]'"):
-        TensorBoard(tmp_path)
-    with pytest.raises(UsageError, match=r"--wandb needs its package: pip install 'gradsieve\[wandb\]'"):
-        WeightsAndBiases("project", tmp_path)

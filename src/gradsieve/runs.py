@@ -42,6 +42,10 @@ Status = Literal["finished", "interrupted", "failed", "unfinished"]
 RUN, METRICS, RESULT, ERROR = "run.json", "metrics.jsonl", "result.json", "error.txt"
 
 
+HEADER = ("label", "density", "world", "task", "measure", "model", "steps_per_epoch", "config", "provenance")
+"""What `run.json` must say."""
+
+
 class RunError(UsageError):
     """A folder that holds no readable run."""
 
@@ -147,6 +151,9 @@ def read_run(folder: Path) -> Run:
         raise RunError(
             f"{folder / RUN} has the format {header.get('format')!r}, not {FORMAT}: it is of another version"
         )
+    missing = [name for name in HEADER if name not in header]
+    if missing:
+        raise RunError(f"{folder / RUN} lacks {', '.join(missing)}: it is damaged")
     result: dict[str, Any] = _read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
     if result.get("status") not in get_args(Status):
         raise RunError(

@@ -24,7 +24,6 @@ USAGE, INTERRUPTED = 2, 130
 app = typer.Typer(
     name="gradsieve",
     help="Data-parallel training that sends only the gradients that matter.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -55,8 +54,9 @@ def run(arguments: list[str] | None = None) -> None:
     """Run the command line; what the user can mend ends with one line and exit code 2."""
     # a user's own task lies beside them, not beside the script
     sys.path.insert(0, str(Path.cwd()))
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments or ["--help"], standalone_mode=False)
     except UsageError as error:
         _complain(str(error))
         sys.exit(USAGE)
@@ -72,6 +72,9 @@ def run(arguments: list[str] | None = None) -> None:
 
 def _complain(text: str) -> None:
     """One line, once a machine."""
-    place = find_place(os.environ)
+    try:
+        place = find_place(os.environ)
+    except UsageError:
+        place = None
     if place is None or place.local_rank == 0:
         typer.echo(f"gradsieve: {' '.join(text.split())}", err=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from gradsieve.cli.compare import run_and_show
-from gradsieve.cli.report import read_runs, write
+from gradsieve.cli.report import check_packages, read_runs, write
 from gradsieve.training.folder import RUNS
 from gradsieve.training.grid import expand, make_grid
 from gradsieve.training.runner import refuse_launcher
@@ -27,6 +27,7 @@ def demo(
     epochs: Annotated[Optional[int], typer.Option("--epochs", help="Epochs of each run.", min=1)] = None,  # noqa: UP045
 ) -> int:
     """Train on handwritten digits with each method over real processes, compare them, and write a report."""
+    check_packages()
     refuse_launcher("demo starts its workers itself and is one process")
     values = {"task": "digits", "method": METHODS, "density": density, "workers": workers, "device": "cpu"}
     folder = output or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")

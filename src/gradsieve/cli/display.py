@@ -94,6 +94,7 @@ class RunDisplay:
         self._name = name
         self._bar = TaskID(0)
         self._measure: Mapping[str, Any] = {}
+        self._news = ""
         self._judged = ""
 
     def start(self, header: Mapping[str, Any], steps_done: int) -> None:
@@ -106,11 +107,10 @@ class RunDisplay:
         if name in record:
             self._judged = f"{self._measure['name']} {measure_text(self._measure, record[name])}"
             self._display.judged(self._name, f"step {record['step']}  epoch {record['epoch']:.2f}", self._judged)
-            return
-        news = (
-            f"loss {_short(record['train/loss'])}  density {_short(record['sparsity/density_actual'])}  {self._judged}"
-        )
-        self._display.update(self._bar, int(record["step"] or 0), news)
+        else:
+            loss, density = _short(record["train/loss"]), _short(record["sparsity/density_actual"])
+            self._news = f"loss {loss}  density {density}"
+        self._display.update(self._bar, int(record["step"] or 0), f"{self._news}  {self._judged}")
 
     def close(self) -> None:
         if self._measure:

@@ -110,7 +110,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
         values = readers[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"the config file {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # of TOML or of UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML or of UTF-8
         raise UsageError(f"the config file {path} is damaged: {_one_line(error)}") from error
     if not isinstance(values, dict):
         raise UsageError(f"the config file {path} must hold options by name, not a {type(values).__name__}")
@@ -136,7 +136,8 @@ def _yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text) or {}
+        values = yaml.safe_load(text)
+        return {} if values is None else values
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 

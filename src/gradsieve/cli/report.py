@@ -34,11 +34,15 @@ def read_runs(paths: list[Path]) -> list[Run]:
     return [read_run(folder) for folder in find_runs(paths)]
 
 
-def write(runs: list[Run], output: Path, title: str | None = None) -> Path:
-    """Write the report of runs into a folder; returns the page's path."""
+def check_packages() -> None:
     missing = [package for package in ("jinja2", "matplotlib") if find_spec(package) is None]
     if missing:
         raise UsageError(f"reports need {' and '.join(missing)}: pip install 'gradsieve[report]'")
+
+
+def write(runs: list[Run], output: Path, title: str | None = None) -> Path:
+    """Write the report of runs into a folder; returns the page's path."""
+    check_packages()
     from gradsieve.report import write_report
 
     make_writable(output)

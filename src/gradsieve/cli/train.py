@@ -38,5 +38,6 @@ def train(
         else:
             source = "the command line" if config is None else f"{config}"
             ended = runner.train(from_mapping(TrainConfig, values, source), [display.sink()])
-    show_end(display.console, ended)
+    if not display.quiet:
+        show_end(display.console, ended)
     return exit_code(ended)

@@ -10,7 +10,9 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
@@ -19,12 +21,15 @@ from gradsieve.runs import ERROR, RESULT, Record, Status
 from gradsieve.training.recorder import Sink, write_result, write_text
 from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 5.0
 """For the other processes to end by themselves once one has failed."""
+REMINDER_SECONDS = 0.5
+"""The longest silence of the workers before it is seen to whether they are to end."""
 
 
 class _Message(NamedTuple):
-    """From a worker to the process that started it: `ready`, `start`, `record`, `ended` or `failed`."""
+    """From a worker to the process that started it: `start`, `record`, `ended` or `failed`."""
 
     kind: str
     content: Any
@@ -50,8 +55,9 @@ def launch(order: Order, num_processes: int, sinks: Sequence[Sink] = ()) -> Ende
     """Carry out an order in so many new processes, and wait for its end. Ctrl-C ends the run, a second one kills it."""
     assert order.folder is not None
     with tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch:
-        crew = _Crew(order, num_processes, f"file://{scratch}/meeting")
+        crew = _Crew()
         with _forwarding_interrupts(crew):
+            crew.start(order, num_processes, f"file://{scratch}/meeting")
             failure = crew.watch(sinks)
     if crew.interrupted and crew.status != "finished":
         if not (order.folder / RESULT).exists():
@@ -85,24 +91,26 @@ class _Failure(NamedTuple):
 class _Crew:
     """The processes of one run."""
 
-    def __init__(self, order: Order, num_processes: int, meeting: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # torch is imported once, in the server that the workers are forked from
-        context.set_forkserver_preload(["gradsieve.training.session", "torch._dynamo"])  # optimizers import the latter
+    def __init__(self) -> None:
         self.status: Status = "interrupted"
         self.interrupted = False
         self._pipes: dict[Connection, int] = {}
-        self._ready: set[int] = set()
         self._done: set[int] = set()
-        self._processes = []
-        for rank in range(num_processes):
-            ours, theirs = context.Pipe(duplex=False)
-            seat = Seat(rank, num_processes, rank, num_processes, meeting)
-            process = context.Process(target=_work, args=(order, seat, theirs), name=f"worker {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes[ours] = rank
-            self._processes.append(process)
+        self._processes: list[ForkServerProcess] = []
+
+    def start(self, order: Order, num_processes: int, meeting: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # torch is imported once, in the server that the workers are forked from, with what optimizers import
+        context.set_forkserver_preload(["gradsieve.training.session", "torch._dynamo"])
+        with _signals_held():
+            for rank in range(num_processes):
+                ours, theirs = context.Pipe(duplex=False)
+                seat = Seat(rank, num_processes, rank, num_processes, meeting)
+                process = context.Process(target=_work, args=(order, seat, theirs), name=f"worker {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes[ours] = rank
+                self._processes.append(process)
 
     def watch(self, sinks: Sequence[Sink]) -> _Failure | None:
         """Pass on what the workers tell until all have ended; returns the cause of a failure."""
@@ -110,10 +118,12 @@ class _Crew:
         deadline = math.inf
         try:
             while self._pipes and monotonic() < deadline:
-                for pipe in wait(list(self._pipes), timeout=None if deadline == math.inf else GRACE_SECONDS):
+                for pipe in wait(list(self._pipes), timeout=REMINDER_SECONDS):
                     failures += self._hear(cast("Connection", pipe), sinks)
                 if failures:
                     deadline = min(deadline, monotonic() + GRACE_SECONDS)
+                if self.interrupted:
+                    self.interrupt()  # again, for a worker that was not there yet
         finally:
             self.kill()
             for sink in sinks:
@@ -128,10 +138,6 @@ class _Crew:
             return self._lost(pipe, rank)
         if message.kind == "failed":
             return [_Failure(*message.content)]
-        if message.kind == "ready":
-            self._ready.add(rank)
-            if self.interrupted:
-                self.interrupt()
         if message.kind == "ended":
             self._done.add(rank)
             self.status = message.content if rank == 0 else self.status
@@ -157,18 +163,29 @@ class _Crew:
         return [] if code == WORKER_FAILED else [_Failure(line, line, silent=True)]
 
     def interrupt(self) -> None:
-        """Ask the workers to end after their step; those that cannot hear it yet, once they can."""
+        """Ask the workers to end after their step."""
         self.interrupted = True
-        for rank in self._ready:
-            process = self._processes[rank]
+        for process in self._processes:
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGINT)
+                with suppress(ProcessLookupError):  # it may end at this moment
+                    os.kill(process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """What is started within, and the server of forks for good, gets no signal before it asks for them."""
+    resource_tracker.ensure_running()  # its start would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 WORKER_FAILED = 70
@@ -179,7 +196,7 @@ def _work(order: Order, seat: Seat, pipe: Connection) -> None:
     """The life of one worker."""
     interruption = Interruption()
     interruption.install()
-    pipe.send(_Message("ready", None))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # local workers meet on the loopback interface, whatever the machine's name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -201,7 +218,7 @@ def _forwarding_interrupts(crew: _Crew) -> Iterator[None]:
         crew.kill() if asked else crew.interrupt()
         asked = True
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield
     finally:

@@ -85,7 +85,9 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
     """Load the task, unless it is given, and fill in what the config leaves open."""
     task = task or load_task(config.task, config.data)
     method = config.make_method()
-    model = config.model or next(iter(task.models))
+    model = config.model or next(iter(task.models), None)
+    if model is None:
+        raise UsageError(f"the task {task.name} has no models: give one by --model package.module:callable")
     recipe = task.recipes.get(model, task.recipe)
     batch_size = config.batch_size or recipe.batch_size
     steps_per_epoch = len(task.train) // (world * batch_size)
