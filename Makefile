@@ -14,7 +14,7 @@ demo: .venv/demo  ## train on digits over four processes with eight methods; pri
 	$(BIN)/gradsieve demo
 
 test: setup  ## every test but the slow and the GPU ones
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu"
 
 test-slow: setup  ## the full matrices: most of an hour on two cores
 	$(BIN)/pytest -m slow

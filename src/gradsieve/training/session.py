@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -78,21 +79,33 @@ def carry_out(order: Order, seat: Seat, sinks: list[Sink], interruption: Interru
     device = _device(plan.config, seat)
     with _process_group(plan.config, seat):
         folder = order.folder or _agreed_folder(plan, seat)
-        engine = Processes(plan, device) if plan.config.virtual is None else Virtual(plan, device)
         recorder = _recorder(plan.config, folder, sinks) if seat.rank == 0 else None
-        training = Training(plan, engine, folder, recorder, lambda: interruption.requested)
-        steps_done = training.resume() if order.resume else 0
-        if recorder is not None:
-            recorder.start(_header(plan, engine, folder if order.resume else None, steps_done), steps_done)
-        try:
-            status = training.run()
-        except Exception as error:
-            if recorder is not None:
-                recorder.end("failed", summary_of(folder), one_line(error, seat.rank))
-            raise
-        if recorder is not None:
-            recorder.end(status, summary_of(folder))
+        status = _train(plan, device, folder, recorder, interruption, resume=order.resume)
     return Ended(folder, status)
+
+
+def _train(
+    plan: Plan,
+    device: torch.device,
+    folder: Path,
+    recorder: Recorder | None,
+    interruption: Interruption,
+    *,
+    resume: bool,
+) -> Status:
+    engine = Processes(plan, device) if plan.config.virtual is None else Virtual(plan, device)
+    training = Training(plan, engine, folder, recorder, lambda: interruption.requested)
+    steps_done = training.resume() if resume else 0
+    if recorder is None:
+        return training.run()
+    recorder.start(_header(plan, engine, folder if resume else None, steps_done), steps_done)
+    try:
+        status = training.run()
+    except Exception as error:
+        recorder.end("failed", summary_of(folder), one_line(error, engine.rank))
+        raise
+    recorder.end(status, summary_of(folder))
+    return status
 
 
 def one_line(error: BaseException, rank: int) -> str:
@@ -128,6 +141,9 @@ def _process_group(config: TrainConfig, seat: Seat) -> Iterator[None]:
     try:
         yield
     finally:
+        # DDP and its hook hold the group in a cycle, and if its threads are left to the end of the interpreter they
+        # now and then abort it
+        gc.collect()
         dist.destroy_process_group()
 
 
