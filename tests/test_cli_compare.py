@@ -235,7 +235,7 @@ def test_a_run_that_was_cut_off_without_a_checkpoint_begins_anew(grid: tuple[Pat
 
 
 def gone(mark: str) -> None:
-    until(lambda: not marked(mark), "all processes end", seconds=10)
+    until(lambda: not marked(mark), "all processes end", seconds=30)
 
 
 STEPS = 12

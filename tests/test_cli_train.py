@@ -539,7 +539,7 @@ def uninterrupted(shared: Path) -> Run:
 
 
 def gone(mark: str) -> None:
-    until(lambda: not marked(mark), "all processes end", seconds=10)
+    until(lambda: not marked(mark), "all processes end", seconds=30)
 
 
 @pytest.mark.parametrize(
@@ -650,4 +650,4 @@ def test_workers_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None
         until(lambda: steps_logged(tmp_path / "run") >= 2, "steps are done")
         process.kill()
         gone(str(tmp_path))
-    assert read_run(tmp_path / "run").status == "unfinished"
+    assert read_run(tmp_path / "run").status in ("unfinished", "failed")  # by who noticed first

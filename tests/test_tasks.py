@@ -221,6 +221,7 @@ def test_a_batch_is_left_as_it_was(name: str) -> None:
         assert same(batch, untouched)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @each_prepare

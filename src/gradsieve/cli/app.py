@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from gradsieve.training.grid import AXES
 from gradsieve.training.place import find_place
 
 USAGE, INTERRUPTED = 2, 130
+SILENT_SECONDS = 3.0
 
 app = typer.Typer(
     name="gradsieve",
@@ -60,7 +62,7 @@ def run(arguments: list[str] | None = None) -> None:
     except UsageError as error:
         _complain(str(error))
         sys.exit(USAGE)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own errors have it, in all its versions
@@ -78,3 +80,6 @@ def _complain(text: str) -> None:
         place = None
     if place is None or place.local_rank == 0:
         typer.echo(f"gradsieve: {' '.join(text.split())}", err=True)
+    else:
+        # a launcher ends the others at the first one's end, and that is not to be before the line is out
+        time.sleep(SILENT_SECONDS)

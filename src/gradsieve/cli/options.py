@@ -133,8 +133,10 @@ def _toml(text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        raise UsageError("config files in YAML need PyYAML: pip install 'gradsieve[cli]'") from error
     try:
         values = yaml.safe_load(text)
         return {} if values is None else values
