@@ -27,6 +27,9 @@ HEADER = {
     "measure": {"name": "accuracy"},
     "config": {"seed": 3, "virtual": 2},
     "provenance": {"torch": "2.13"},
+    "task": "digits",
+    "model": {"name": "mlp"},
+    "steps_per_epoch": 9,
 }
 
 

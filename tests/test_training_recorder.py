@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from gradsieve.runs import METRICS, RESULT, RUN, Record, RunError, read_records, read_run
 from gradsieve.training.recorder import Recorder, TensorBoard, WeightsAndBiases, finite, write_json, write_text
 
-HEADER: dict[str, Any] = {"label": "micro", "config": {"seed": 0}}
+HEADER: dict[str, Any] = {
+    "label": "micro",
+    "density": 0.01,
+    "world": 2,
+    "task": "digits",
+    "measure": {"name": "accuracy"},
+    "model": {"name": "mlp"},
+    "steps_per_epoch": 9,
+    "config": {"seed": 0},
+    "provenance": {},
+}
 
 
 class Listener:
