@@ -179,7 +179,7 @@ LIMITS += [(name, [0, 0.5, 3], [-0.1, *NO_NUMBER]) for name in ("warmup_epochs",
 LIMITS += [
     ("checkpoint_every", [0, 1, 10], [-1, 0.5, *NO_WHOLE]),
     ("momentum", [0, 0.9], [1, -0.1, *NO_NUMBER]),
-    ("seed", [0, 2**63], [-1, *NO_WHOLE]),
+    ("seed", [0, 2**63 - 1], [-1, 2**63, *NO_WHOLE]),
     ("density", [1e-9, 0.5, 1], [0, -0.1, 1.1, *NO_NUMBER]),
 ]
 ACCEPTED = [(name, value) for name, good, _ in LIMITS for value in good]
