@@ -16,7 +16,6 @@ from gradsieve.checks import UsageError
 from gradsieve.training.config import (
     TrainConfig,
     convert,
-    default_of,
     from_mapping,
     make_method,
     method_label,
@@ -292,7 +291,7 @@ def test_every_option_has_a_type_that_files_can_hold_a_help_text_and_a_default()
     kinds = option_types(TrainConfig)
     for field in fields(TrainConfig):
         assert field.metadata["help"].endswith(".")
-        default = default_of(TrainConfig, field.name)
+        default = field.default
         assert convert(field.name, default, kinds[field.name], "here") == default
 
 

@@ -14,13 +14,14 @@ from gradsieve import __version__
 from gradsieve.checks import UsageError
 from gradsieve.cli.compare import compare
 from gradsieve.cli.demo import demo
+from gradsieve.cli.display import INTERRUPTED
 from gradsieve.cli.options import takes_train_options
 from gradsieve.cli.report import report
 from gradsieve.cli.train import train
 from gradsieve.training.grid import AXES
 from gradsieve.training.place import find_place
 
-USAGE, INTERRUPTED = 2, 130
+USAGE = 2
 SILENT_SECONDS = 3.0
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ import typer
 from gradsieve.cli.display import FAILED, INTERRUPTED, Display
 from gradsieve.cli.options import CONFIG_HELP, merged, read_config
 from gradsieve.cli.summary import show_summary
-from gradsieve.runs import read_run
+from gradsieve.runs import ERROR, read_run
 from gradsieve.training.grid import Cell, expand, make_grid, run_grid
 from gradsieve.training.runner import refuse_launcher
 
@@ -42,7 +42,7 @@ def run_and_show(cells: list[Cell]) -> int:
             statuses.append(ended.status)
             display.advance()
             if ended.status == "failed":
-                display.line(f"{cell.name} failed: {ended.error} (more in {cell.folder / 'error.txt'})")
+                display.line(f"{cell.name} failed: {ended.error} (more in {cell.folder / ERROR})")
     show_summary(display.console, [read_run(cell.folder) for cell in cells if cell.state != "new"])
     if "interrupted" in statuses:
         display.line("interrupted: start the same command again to go on")

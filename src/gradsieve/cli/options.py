@@ -18,15 +18,13 @@ from gradsieve.training.config import TrainConfig, convert, option_types
 CONFIG_HELP = "TOML or YAML file with options by the same names; the command line goes before it."
 
 
-def takes_train_options(
-    command: Callable[..., Any], *, several: Collection[str] = (), hidden: Collection[str] = ()
-) -> Callable[..., Any]:
+def takes_train_options(command: Callable[..., Any], *, several: Collection[str] = ()) -> Callable[..., Any]:
     """Give a command the options of TrainConfig, gathered in its argument `given`: those that were used.
 
     Those in `several` take more than one value, separated by commas.
     """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-    names = [field.name for field in fields(TrainConfig) if field.name not in hidden]
+    names = [field.name for field in fields(TrainConfig)]
 
     def wrapped(**arguments: Any) -> Any:
         options = {name: arguments.pop(name) for name in names}

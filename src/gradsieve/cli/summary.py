@@ -8,14 +8,14 @@ from rich.console import Console
 
 from gradsieve.cli.display import measure_text
 from gradsieve.report import RESULT_KEYS, TIME_KEYS, Table, summary_rows, summary_table
-from gradsieve.runs import Run, read_run
+from gradsieve.runs import ERROR, Run, read_run
 from gradsieve.training.session import Ended
 
 
 def show_end(console: Console, ended: Ended) -> None:
     """How one run ended, and where it lies."""
     if ended.status == "failed":
-        console.print(f"failed: {ended.error} (more in {ended.folder / 'error.txt'})", markup=False, soft_wrap=True)
+        console.print(f"failed: {ended.error} (more in {ended.folder / ERROR})", markup=False, soft_wrap=True)
     elif ended.status == "interrupted":
         console.print(f"interrupted: go on with gradsieve train --resume {ended.folder}", markup=False, soft_wrap=True)
     for line in _figures(read_run(ended.folder)) if ended.status != "failed" else ():

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradsieve.control import STAGE_RATIO
 
 FEW_COMPARISONS = 1 << 26
-"""Up to so many, comparing all with all is faster on CUDA than a histogram, which makes the host wait."""
+"""Up to so many, all are compared with all on CUDA, for a histogram makes the host wait."""
 
 
 def at_least(scores: Tensor, threshold: float, count: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -203,8 +203,3 @@ def to_mapping(config: TrainConfig) -> dict[str, Any]:
     """The config as plain values that JSON, TOML and YAML can hold."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def default_of(config: type[Any], name: str) -> Any:
-    default = next(field for field in fields(config) if field.name == name).default
-    return None if default is MISSING else default

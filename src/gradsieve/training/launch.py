@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, cast
 
 from gradsieve.runs import ERROR, RESULT, Record, Status
 from gradsieve.training.recorder import Sink, write_result, write_text
-from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
+from gradsieve.training.session import SIGNALS, Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 5.0
 """For the other processes to end by themselves once one has failed."""
 REMINDER_SECONDS = 0.5

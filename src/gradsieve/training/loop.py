@@ -64,9 +64,8 @@ class Training:
         return outcome.stop
 
     def _apply(self, lr: float) -> None:
-        parameters = list(self._engine.model.parameters())
         if self._plan.config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self._plan.config.clip)
+            torch.nn.utils.clip_grad_norm_(self._engine.model.parameters(), self._plan.config.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

@@ -22,7 +22,8 @@ from gradsieve.training.engine import seed_of
 from gradsieve.training.plan import Plan
 
 NUM_STREAMS = 8
-"""On an H200, sixteen passes of ResNet-18 at batch 32 forked over eight streams take half the time that one takes."""
+"""On an H200 sixteen passes of ResNet-18 at batch 32 in bfloat16 take 13.9 ms over four streams, 12.9 over eight and
+no less over sixteen."""
 WARMUP_PASSES = 3
 """Before a capture, so that libraries have chosen their algorithms and allocated what they keep."""
 

@@ -27,6 +27,9 @@ from gradsieve.training.provenance import provenance
 from gradsieve.training.recorder import Recorder, Sink, TensorBoard, WeightsAndBiases
 from gradsieve.training.virtual import Virtual
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Requests to stop."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -65,7 +68,7 @@ class Interruption:
         self.requested = False
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:  # noqa: ARG002 - the signature of a signal handler
