@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,10 @@ class Recording(LocalCollectives):
         self.messages.append(Message("all_reduce", tensor.clone()))
         return await super()._all_reduce(tensor)
 
+    async def _all_to_all(self, tensor: Tensor) -> Tensor:
+        self.messages.append(Message("all_to_all", tensor.clone()))
+        return await super()._all_to_all(tensor)
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self.messages.append(Message("broadcast", tensor.clone(), source))
         return await super()._broadcast(tensor, source)
@@ -78,6 +82,11 @@ class Moment:
         setup = Setup(self.world, self.numel, self.bounds or (0, self.numel))
         proposers = tuple(range(self.world)) if self.proposers is None else self.proposers
         return Step(self.index, rank, self.seed, self.target, proposers, setup)
+
+    def view(self, rank: int, acc: Tensor) -> View:
+        """What a rank sees that looks at the whole vector."""
+        step = self.of(rank)
+        return View(step, acc, None, Whole().known(Whole().start(step.setup), step))
 
 
 class Picked(NamedTuple):
@@ -131,12 +140,13 @@ def reduce(
     moment: Moment,
     *,
     dense: Tensor | None = None,
+    wire: torch.dtype = torch.float32,
 ) -> tuple[list[Reduced], list[Recording]]:
     """Let every rank exchange its proposal, and its row of `dense` beside it."""
     collectives = recorders(moment.world)
     steps = [
         exchange.reduce(
-            View(moment.of(rank), acc[rank], None, dense=None if dense is None else dense[rank]),
+            replace(moment.view(rank, acc[rank]), dense=None if dense is None else dense[rank], wire=wire),
             proposals[rank],
             collectives[rank],
         )
@@ -169,10 +179,11 @@ class Crew:
         bounds: tuple[int, ...] | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        wire: torch.dtype = torch.float32,
     ) -> None:
         self.collectives = recorders(world)
         setup = Setup(world, numel, bounds or (0, numel))
-        self.workers = [Worker(method, setup, own, seed=seed, dtype=dtype) for own in self.collectives]
+        self.workers = [Worker(method, setup, own, seed=seed, dtype=dtype, wire=wire) for own in self.collectives]
 
     @property
     def residual(self) -> Tensor:

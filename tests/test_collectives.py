@@ -4,7 +4,7 @@ import gc
 import re
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import pytest
@@ -47,13 +47,6 @@ def _numbers(rank: int, shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(1, torch.Size(shape).numel() + 1) * (rank + 1)).reshape(shape)
 
 
-async def pieces(collectives: Collectives, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
-    """Gather pieces of these lengths. A team's stand one after the other."""
-    ranks = range(collectives.world) if isinstance(collectives, TeamCollectives) else [collectives.rank]
-    piece = torch.cat([_numbers(rank, (counts[rank],)) for rank in ranks]).to(torch.int32)
-    return await collectives.gather_pieces(piece, counts, sources)
-
-
 async def gather_vectors(collectives: Collectives) -> Tensor:
     return await collectives.all_gather(own(collectives, 5))
 
@@ -82,6 +75,18 @@ async def reduce_integers(collectives: Collectives) -> Tensor:
     return await collectives.all_reduce(own(collectives, 3, dtype=torch.int32))
 
 
+async def exchange_rows(collectives: Collectives) -> Tensor:
+    return await collectives.all_to_all(own(collectives, collectives.world, 5, dtype=torch.bfloat16))
+
+
+async def exchange_matrices(collectives: Collectives) -> Tensor:
+    return await collectives.all_to_all(own(collectives, 3, 2, collectives.world).movedim(-1, 0))
+
+
+async def gather_half_precision(collectives: Collectives) -> Tensor:
+    return await collectives.all_gather(own(collectives, 3, dtype=torch.bfloat16))
+
+
 async def broadcast_from_each(collectives: Collectives) -> list[Tensor]:
     return [await collectives.broadcast(own(collectives, 4), source) for source in range(collectives.world)]
 
@@ -103,29 +108,20 @@ async def sum_numbers(collectives: Collectives) -> list[float]:
 
 
 async def pieces_of_all(collectives: Collectives) -> list[Tensor]:
-    """Rank 0 has an empty one, the last the longest."""
-    world = collectives.world
-    return await pieces(collectives, [3 * rank for rank in range(world)], range(world))
-
-
-async def pieces_of_one_length(collectives: Collectives) -> list[Tensor]:
-    world = collectives.world
-    return await pieces(collectives, [4] * world, range(world))
+    return await collectives.gather_pieces(own(collectives, 4, dtype=torch.int32), range(collectives.world))
 
 
 async def piece_of_the_first(collectives: Collectives) -> list[Tensor]:
-    return await pieces(collectives, [5] + [0] * (collectives.world - 1), [0])
+    return await collectives.gather_pieces(own(collectives, 5, dtype=torch.uint8), [0])
 
 
 async def pieces_of_all_but_the_first(collectives: Collectives) -> list[Tensor]:
-    """One of them is empty."""
-    counts = [3 * ((rank + 1) % collectives.world) for rank in range(collectives.world)]
-    return await pieces(collectives, counts, range(1, collectives.world))
+    return await collectives.gather_pieces(own(collectives, 3, dtype=torch.uint8), range(1, collectives.world))
 
 
 async def no_pieces(collectives: Collectives) -> list[Any]:
-    nobody = [0] * collectives.world
-    return [await pieces(collectives, nobody, sources) for sources in (range(collectives.world), [0], [])]
+    empty = own(collectives, 0, dtype=torch.uint8)
+    return [await collectives.gather_pieces(empty, sources) for sources in (range(collectives.world), [0], [])]
 
 
 async def alike(collectives: Collectives) -> list[Any]:
@@ -150,6 +146,7 @@ async def nothing(collectives: Collectives) -> list[Any]:
         await collectives.all_gather(empty),
         await collectives.all_reduce(empty),
         await collectives.broadcast(empty, 0),
+        await collectives.all_to_all(torch.empty(collectives.world, 0)),
         await collectives.gather_numbers([]),
         await collectives.sum_numbers(torch.empty(0)),
     ]
@@ -165,13 +162,15 @@ PROGRAMS: dict[str, Program] = {
         reduce_floats,
         reduce_doubles,
         reduce_integers,
+        exchange_rows,
+        exchange_matrices,
+        gather_half_precision,
         broadcast_from_each,
         broadcast_columns,
         gather_numbers,
         gather_own_numbers,
         sum_numbers,
         pieces_of_all,
-        pieces_of_one_length,
         piece_of_the_first,
         pieces_of_all_but_the_first,
         no_pieces,
@@ -241,13 +240,15 @@ def test_ranks_in_process_count_the_bytes_that_ranks_of_a_group_count(
         (gather_matrices, [24, 24, 24]),
         (gather_scalars, [8, 8, 8]),
         (reduce_doubles, [32, 32, 32]),
+        (exchange_rows, [30, 30, 30]),  # the own row, too
+        (gather_half_precision, [6, 6, 6]),
         (broadcast_from_each, [16, 16, 16]),
         (broadcast_columns, [0, 0, 48]),  # only the source hands something over
         (gather_numbers, [24, 24, 24]),
         (sum_numbers, [12, 12, 12]),
-        (pieces_of_all, [24, 24, 24]),  # padded to the longest
-        (piece_of_the_first, [20, 0, 0]),
-        (pieces_of_all_but_the_first, [0, 24, 0]),
+        (pieces_of_all, [16, 16, 16]),
+        (piece_of_the_first, [5, 0, 0]),
+        (pieces_of_all_but_the_first, [0, 3, 3]),
         (nothing, [0, 0, 0]),
     ],
 )
@@ -263,9 +264,10 @@ def test_bytes_are_those_that_a_rank_hands_over(program: Program, wire_bytes: li
         (gather_matrices, 1, lambda world: (world - 1) * 24),
         (gather_numbers, 1, lambda world: (world - 1) * 24),
         (reduce_floats, 1, lambda world: 2 * (world - 1) / world * 28),
+        (exchange_rows, 1, lambda world: (world - 1) * 10),
         (sum_numbers, 1, lambda world: 2 * (world - 1) / world * 12),
         (broadcast_columns, 1, lambda world: 48 if world > 1 else 0),
-        (pieces_of_one_length, 1, lambda world: (world - 1) * 16),
+        (pieces_of_all, 1, lambda world: (world - 1) * 16),
         (alike, 2, lambda world: (world - 1) * 20 + 2 * (world - 1) / world * 28),
         (nothing, 0, lambda _: 0),
         (no_pieces, 0, lambda _: 0),
@@ -282,20 +284,21 @@ def test_through_every_link_passes_what_a_ring_passes_on(
 def test_every_broadcast_is_a_message_that_passes_through_every_link_once() -> None:
     outcomes = in_process(broadcast_from_each, world=3)
     assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(3, 48)] * 3
-    # an empty piece is none
     outcomes = in_process(pieces_of_all_but_the_first, world=3)
-    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(1, 24)] * 3
+    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(2, 6)] * 3
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_pieces_come_by_source_without_what_they_were_padded_with(world: int) -> None:
-    for outcome in in_process(pieces_of_all, world):
-        assert [piece.tolist() for piece in outcome.result] == [
-            [(rank + 1) * number for number in range(1, 3 * rank + 1)] for rank in range(world)
-        ]
-        assert all(piece.dtype == torch.int32 for piece in outcome.result)
-    for outcome in in_process(pieces_of_all_but_the_first, world):
-        assert [len(piece) for piece in outcome.result] == [3 * ((rank + 1) % world) for rank in range(1, world)]
+def test_pieces_come_by_source(world: int) -> None:
+    for program, dtype, sources in (
+        (pieces_of_all, torch.int32, range(world)),
+        (pieces_of_all_but_the_first, torch.uint8, range(1, world)),
+    ):
+        for outcome in in_process(program, world):
+            assert len(outcome.result) == len(sources)
+            for rank, piece in zip(sources, outcome.result, strict=True):
+                assert piece.dtype == dtype
+                assert piece.tolist() == [(rank + 1) * number for number in range(1, len(piece) + 1)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -311,7 +314,6 @@ def test_pieces_come_by_source_without_what_they_were_padded_with(world: int) ->
         gather_own_numbers,
         sum_numbers,
         pieces_of_all,
-        pieces_of_one_length,
         piece_of_the_first,
         pieces_of_all_but_the_first,
         no_pieces,
@@ -324,11 +326,30 @@ def test_a_team_gets_and_counts_what_rank_0_of_ranks_in_process_does(program: Pr
     assert team.traffic == first.traffic
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_in_a_team_every_rank_gets_the_rows_for_it(world: int) -> None:
+    team, ranks = as_team(exchange_rows, world), in_process(exchange_rows, world)
+    assert [_plain(result) for result in team.result] == [_plain(rank.result) for rank in ranks]
+    assert team.traffic == ranks[0].traffic
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_own_shard_is_the_row_for_this_rank(world: int) -> None:
+    shards = torch.arange(world * world * 2).reshape(world, world, 2)
+    before = shards.clone()
+    TeamCollectives(world, CPU).own_shard(shards).neg_()
+    for rank, own_shards in enumerate(before):
+        LocalCollectives(rank, world, CPU).own_shard(own_shards).neg_()
+    assert torch.equal(shards, before)
+    assert (shards < 0).sum() == 2 * world - 1  # 0 has no sign
+
+
 def test_a_team_hands_nothing_over_where_every_rank_brings_nothing() -> None:
     team = TeamCollectives(3, CPU)
     gathered = run(team.all_gather(torch.empty(3, 0, 2)))
     reduced = run(team.all_reduce(torch.empty(3, 0)))
     assert (gathered.shape, reduced.shape) == ((3, 0, 2), (0,))
+    assert run(team.all_to_all(torch.empty(3, 3, 0))).shape == (3, 3, 0)
     assert run(team.gather_numbers(torch.empty(3, 0))) == [[], [], []]
     assert run(team.sum_numbers(torch.empty(3, 0))) == []
     assert (team.wire_bytes, team.link_bytes, team.num_messages) == (0, 0, 0)
@@ -341,12 +362,13 @@ def test_an_empty_message_is_no_meeting() -> None:
         ("torch.float32", (4, 0, 3), [[], [], [], []]),
         ("torch.float32", (0, 3), []),
         ("torch.float32", (0, 3), []),
+        ("torch.float32", (4, 0), [[], [], [], []]),
         [[], [], [], []],
         [],
     ]
 
 
-@pytest.mark.parametrize("program", [gather_vectors, reduce_floats, broadcast_from_each, gather_numbers, all_in_a_row])
+@pytest.mark.parametrize("program", [gather_vectors, reduce_floats, exchange_rows, broadcast_from_each, gather_numbers])
 def test_a_world_of_one_is_not_special(program: Program) -> None:
     (outcome,) = in_process(program, world=1)
     assert outcome.wire_bytes > 0
@@ -358,6 +380,12 @@ def test_all_gather_stacks_by_rank_and_all_reduce_adds_up() -> None:
     first = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert gathered.tolist() == torch.stack([first, first * 2, first * 3]).tolist()
     assert reduced.tolist() == [6.0 * number for number in range(1, 8)]
+
+
+def test_all_to_all_gives_what_each_rank_has_for_this_one() -> None:
+    for rank, outcome in enumerate(in_process(exchange_rows, 3)):
+        rows = torch.arange(1, 16).reshape(3, 5)[rank]
+        assert outcome.result.tolist() == torch.stack([rows, rows * 2, rows * 3]).tolist()
 
 
 def test_a_new_step_forgets_the_bytes_and_times_of_the_last() -> None:

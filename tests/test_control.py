@@ -15,7 +15,6 @@ from gradsieve import control
 
 Scores = npt.NDArray[np.float32]
 
-MOST_ROUNDS = 8
 TOLERANCE = 0.03
 TINY = float(control.from_bits(np.array([control.TINY_BITS]))[0])
 HUGE = float(control.from_bits(np.array([control.HUGE_BITS]))[0])
@@ -69,84 +68,124 @@ def test_bits_give_the_number_back(number: float) -> None:
 @given(st.integers(control.TINY_BITS, control.HUGE_BITS), st.integers(0, control.HUGE_BITS))
 @example(control.TINY_BITS, control.HUGE_BITS)
 @example(control.TINY_BITS, 0)
-def test_ladder_between_rises_from_end_to_end_in_few_even_rungs(low: int, width: int) -> None:
+@example(control.TINY_BITS, 5)
+def test_ladder_between_goes_from_end_to_end_in_64_even_steps(low: int, width: int) -> None:
     high = min(low + width, control.HUGE_BITS)
-    ladder = control.ladder_between(low, high)
-    steps = np.diff(ladder)
-    assert (ladder[0], ladder[-1]) == (low, high)
-    assert len(ladder) <= control.NUM_RUNGS
-    assert (steps > 0).all()
-    assert len(steps) == 0 or steps.max() - steps.min() <= 1
+    assert control.ladder_between(low, high).tolist() == [low + (high - low) * i // 63 for i in range(64)]
+
+
+def test_a_cold_ladder_spans_every_scale() -> None:
+    ladder = control.cold_ladder()
+    assert len(ladder) == 64
+    assert (ladder[0], ladder[-1]) == (control.TINY_BITS, control.HUGE_BITS)
+
+
+def test_everything_reaches_every_rung_of_the_ladder_for_everything() -> None:
+    assert control.from_bits(control.everything()).tolist() == [0.0] * 64
+
+
+def test_a_warm_ladder_has_fixed_offsets() -> None:
+    last = control.to_bits(1e-20)
+    offsets = [(rung - last) / (1 << 15) for rung in control.warm_ladder(last).tolist()]
+    assert offsets == [
+        *(-64, -52, -42, -34, -27),
+        *range(-20, 21),
+        *(27, 34, 42, 52, 64, 80, 100, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 49152),
+    ]
+
+
+def test_a_warm_ladder_is_clipped_to_the_ends_of_the_scale() -> None:
+    assert control.warm_ladder(control.TINY_BITS).tolist()[:26] == [control.TINY_BITS] * 26
+    assert control.warm_ladder(control.HUGE_BITS).tolist()[25:] == [control.HUGE_BITS] * 39
 
 
 @given(st.floats(TINY, HUGE, width=32))
 @example(TINY)
 @example(HUGE)
-def test_first_ladder_holds_the_last_threshold_among_normal_numbers(last: float) -> None:
-    ladder = control.first_ladder(last)
+def test_a_warm_ladder_holds_the_last_threshold_among_normal_numbers(last: float) -> None:
+    ladder = control.warm_ladder(control.to_bits(last))
+    assert len(ladder) == control.NUM_RUNGS == 64
     assert control.to_bits(last) in ladder
-    assert (np.diff(ladder) > 0).all()
+    assert (np.diff(ladder) >= 0).all()
     assert ladder[0] >= control.TINY_BITS
     assert ladder[-1] <= control.HUGE_BITS
     assert control.lowest_rung(last) == control.from_bits(ladder)[0] <= last
 
 
 @pytest.mark.parametrize("last", [1e-20, 1e-6, 1.0, 1.25, 1.5, 7.999, 1e20])
-def test_first_ladder_is_fine_near_the_last_threshold_and_reaches_a_third_above_it(last: float) -> None:
-    thresholds = control.from_bits(control.first_ladder(last)).astype(np.float64) / last
+def test_a_warm_ladder_is_fine_near_the_last_threshold_and_reaches_far_above_it(last: float) -> None:
+    thresholds = control.from_bits(control.warm_ladder(control.to_bits(last))).astype(np.float64) / last
     # lower would let a tenth of the vector pass the first sieve
     assert 0.7 < thresholds[0] < 0.9
-    assert 1.3 < thresholds[-1] < 1.7
+    assert thresholds[-1] > 1e18
     near = thresholds[(thresholds > 0.97) & (thresholds < 1.03)]
     assert np.diff(near).max() < 0.005
 
 
-def test_without_a_last_threshold_the_ladder_spans_every_scale() -> None:
-    ladder = control.first_ladder(0.0)
-    assert (ladder[0], ladder[-1]) == (control.TINY_BITS, control.HUGE_BITS)
+def _totals(*steps: tuple[int, int]) -> list[int]:
+    """Totals at 64 rungs: the given numbers, each so many times."""
+    totals = [total for total, times in steps for _ in range(times)]
+    assert len(totals) == 64
+    return totals
 
 
-normal_floats = st.floats(TINY, HUGE, width=32)
+@pytest.mark.parametrize(
+    ("totals", "goal", "limit", "verdict"),
+    [
+        (_totals((500, 10), (103, 20), (90, 34)), 100, 200, (29, False)),  # 3 % above is near enough
+        (_totals((500, 10), (104, 20), (97, 34)), 100, 200, (30, False)),  # the rung above is nearer
+        (_totals((500, 10), (102, 20), (98, 34)), 100, 200, (29, False)),  # a tie goes to the lower rung
+        (_totals((500, 10), (102, 20), (97, 34)), 100, 101, (30, False)),  # the lower one breaks the limit
+        (_totals((500, 10), (104, 20), (96, 34)), 100, 200, (29, True)),  # neither is near
+        (_totals((500, 10), (102, 20), (96, 34)), 100, 101, (29, True)),  # the near one breaks the limit
+        (_totals((500, 64)), 100, 200, (63, True)),  # tied at the top
+        (_totals((100, 64)), 100, 100, (63, False)),
+        (_totals((96, 1), (50, 63)), 100, 200, (0, False)),  # there are no more
+        (_totals((98, 1), (50, 63)), 100, 200, (0, False)),
+        (_totals((0, 64)), 1, 2, (0, False)),
+        (_totals((2, 32), (0, 32)), 1, 2, (31, True)),
+        (_totals((2, 31), (1, 1), (0, 32)), 1, 2, (31, False)),
+    ],
+)
+def test_a_round_settles(totals: list[int], goal: int, limit: int, verdict: tuple[int, bool]) -> None:
+    assert control.settle(totals, goal, limit) == verdict
 
 
-@given(normal_floats, normal_floats)
-@example(TINY, TINY)
-@example(HUGE, HUGE)
-@example(1.0, HUGE)
-@example(1.0, TINY)
-@example(1.0, 0.9)
-def test_no_rung_of_a_first_ladder_lies_below_a_floor_that_the_last_threshold_reaches(
-    last: float, floor: float
+falling_totals = st.lists(st.integers(0, 3000), min_size=64, max_size=64).map(lambda totals: sorted(totals)[::-1])
+close_totals = st.lists(st.integers(90, 110), min_size=64, max_size=64).map(lambda totals: sorted(totals)[::-1])
+
+
+@given(st.one_of(falling_totals, close_totals), st.integers(1, 3100), st.integers(1000, 3000))
+def test_the_nearest_of_all_rungs_settles_it_or_the_highest_that_the_goal_reaches(
+    totals: list[int], goal: int, ceiling: int
 ) -> None:
-    ladder, whole = control.first_ladder(last, floor), control.first_ladder(last)
-    assert control.to_bits(last) in ladder
-    if floor <= last:
-        assert ladder.tolist() == [rung for rung in whole.tolist() if rung >= control.to_bits(floor)]
+    limit = goal * ceiling // 1000
+    rung, thinned = control.settle(totals, goal, limit)
+    nearest = min((abs(total - goal) for total in totals if total <= limit), default=goal)
+    if 100 * nearest <= 3 * goal:
+        assert not thinned
+        assert abs(totals[rung] - goal) == nearest
+        assert totals[rung] <= limit
+    elif totals[0] >= goal:
+        assert thinned
+        assert [total >= goal for total in totals] == [True] * (rung + 1) + [False] * (63 - rung)
     else:
-        assert ladder.tolist() == whole.tolist()
+        assert (rung, thinned) == (0, False)
 
 
-@pytest.mark.parametrize("last", [TINY, 1e-6, 1.0, HUGE])
-def test_a_floor_below_all_rungs_or_none_at_all_changes_nothing(last: float) -> None:
-    whole = control.first_ladder(last).tolist()
-    assert control.first_ladder(last, 0.0).tolist() == whole
-    assert control.first_ladder(last, control.lowest_rung(last)).tolist() == whole
-
-
-def test_a_floor_at_the_last_threshold_leaves_it_as_the_lowest_rung() -> None:
-    ladder = control.first_ladder(0.37, 0.37)
-    assert ladder[0] == control.to_bits(0.37)
-    assert len(ladder) > 1
-
-
-@pytest.mark.parametrize("floor", [TINY, 1.0, math.inf])
-def test_without_a_last_threshold_a_floor_cuts_nothing_off(floor: float) -> None:
-    # nothing was collected yet
-    assert control.first_ladder(0.0, floor).tolist() == control.first_ladder(0.0).tolist()
-
-
-def test_everything_passes_its_only_rung() -> None:
-    assert control.from_bits(control.everything()).tolist() == [0.0]
+@given(st.one_of(falling_totals, close_totals), st.integers(1, 3100), st.integers(1000, 3000))
+def test_a_further_ladder_lies_between_the_rungs_around_the_goal_and_only_where_one_is_needed(
+    totals: list[int], goal: int, ceiling: int
+) -> None:
+    limit, ladder = goal * ceiling // 1000, control.cold_ladder()
+    following = control.next_ladder(ladder, totals, goal, limit)
+    rung, thinned = control.settle(totals, goal, limit)
+    if not thinned:
+        assert following is None
+    else:
+        assert following is not None
+        high = int(ladder[rung + 1]) if rung < 63 else control.HUGE_BITS
+        assert following.tolist() == control.ladder_between(int(ladder[rung]), high).tolist()
 
 
 class Outcome(NamedTuple):
@@ -154,30 +193,32 @@ class Outcome(NamedTuple):
     quotas: tuple[int, ...]
     reached: list[int]
     """Entries of each rank that reach the threshold."""
-    tied: bool
+    thinned: bool
     rounds: int
 
 
 def searched(shards: Sequence[Scores], goal: int, limit: int, last: float = 0.0) -> Outcome:
-    """What ranks do with `narrow`: count at the rungs, add up, narrow, until there is no further ladder."""
-    ladder = control.first_ladder(last)
-    for rounds in range(1, MOST_ROUNDS + 1):
-        thresholds = control.from_bits(ladder)
-        rows = [(shard[:, None] >= thresholds).sum(0).tolist() for shard in shards]
-        verdict = control.narrow(ladder, np.sum(rows, axis=0).tolist(), goal, limit)
-        if verdict.ladder is None:
-            return _settled(verdict, thresholds, rows, goal, rounds)
-        ladder = verdict.ladder
-    raise AssertionError(f"no threshold after {MOST_ROUNDS} rounds")
+    """What ranks do: count at the rungs, add up, narrow while there are rounds left, settle."""
+    ladder = control.warm_ladder(control.to_bits(last)) if last else control.cold_ladder()
+    for rounds in range(1, 1 if last else control.COLD_ROUNDS):
+        totals = np.sum(_rows(shards, ladder), axis=0).tolist()
+        following = control.next_ladder(ladder, totals, goal, limit)
+        if following is None:
+            return _settled(shards, ladder, goal, limit, rounds)
+        ladder = following
+    return _settled(shards, ladder, goal, limit, 1 if last else control.COLD_ROUNDS)
 
 
-def _settled(verdict: control.Verdict, thresholds: Scores, rows: list[list[int]], goal: int, rounds: int) -> Outcome:
-    reached = [row[verdict.rung] for row in rows]
-    quotas = tuple(reached)
-    if verdict.tied:
-        above = [row[verdict.rung + 1] if verdict.rung + 1 < len(row) else 0 for row in rows]
-        quotas = control.tied_quotas(reached, above, goal)
-    return Outcome(float(thresholds[verdict.rung]), quotas, reached, verdict.tied, rounds)
+def _rows(shards: Sequence[Scores], ladder: control.Bits) -> list[list[int]]:
+    return [(shard[:, None] >= control.from_bits(ladder)).sum(0).tolist() for shard in shards]
+
+
+def _settled(shards: Sequence[Scores], ladder: control.Bits, goal: int, limit: int, rounds: int) -> Outcome:
+    rows = _rows(shards, ladder)
+    rung, thinned = control.settle(np.sum(rows, axis=0).tolist(), goal, limit)
+    reached = [row[rung] for row in rows]
+    quotas = control.shares(reached, goal) if thinned else tuple(reached)
+    return Outcome(float(control.from_bits(ladder)[rung]), quotas, reached, thinned, rounds)
 
 
 def _array(numbers: Sequence[float]) -> Scores:
@@ -215,80 +256,126 @@ last_thresholds = st.one_of(st.just(0.0), st.floats(TINY, HUGE, width=32), st.fl
 @example(_array([TINY] * 9), 0.5, 1.0, 2, HUGE)
 @example(_array([3.0]), 1.0, 1.0, 1, 0.0)
 @example(_array([1.0] * 100), 0.5, 1.0, 4, 1.0)
-def test_search_meets_the_goal_on_any_scores(
+def test_search_meets_the_goal_on_any_scores_that_the_lowest_rung_lets_through(
     scores: Scores, share: float, ceiling: float, world: int, last: float
 ) -> None:
     goal = max(1, round(share * len(scores)))
     limit = int(ceiling * goal)
     shards = [scores[rank::world] for rank in range(world)]
     outcome = searched(shards, goal, limit, last)
-    total, not_zero = sum(outcome.quotas), int((scores >= TINY).sum())
+    total = sum(outcome.quotas)
+    seen = int((scores >= (control.lowest_rung(last) if last else TINY)).sum())
 
     assert total <= limit
-    assert abs(total - goal) <= TOLERANCE * goal or total == not_zero < goal
-    assert total == goal or not outcome.tied
+    assert abs(total - goal) <= TOLERANCE * goal or total == seen < goal
+    assert total == goal or not outcome.thinned
     assert all(0 <= quota <= reached for quota, reached in zip(outcome.quotas, outcome.reached, strict=True))
-
-
-@settings(max_examples=300)
-@given(multisets, st.floats(0, 1), st.integers(1, 4), last_thresholds)
-def test_search_leaves_no_clearly_larger_entry_behind(scores: Scores, share: float, world: int, last: float) -> None:
-    goal = max(1, round(share * len(scores)))
-    shards = [scores[rank::world] for rank in range(world)]
-    outcome = searched(shards, goal, 2 * goal, last)
-    clearly_larger = [int((shard.astype(np.float64) > outcome.threshold * (1 + 1e-5)).sum()) for shard in shards]
-    assert all(quota >= larger for quota, larger in zip(outcome.quotas, clearly_larger, strict=True))
 
 
 def test_infinite_scores_are_tied_at_the_largest_number() -> None:
     outcome = searched([_array([math.inf] * 30), _array([math.inf] * 10)], goal=20, limit=20)
-    assert outcome.tied
+    assert (outcome.threshold, outcome.thinned) == (HUGE, True)
     assert outcome.quotas == (15, 5)
 
 
 @pytest.mark.parametrize("exponent", [-25, -6, 0, 3, 25])
-def test_search_from_nothing_takes_at_most_four_rounds_at_any_scale(exponent: int) -> None:
-    scores = _smooth(0, 100_000, exponent)
-    assert searched([scores], goal=1000, limit=2000).rounds <= 4
+def test_search_from_nothing_finds_the_largest_at_any_scale(exponent: int) -> None:
+    outcome = searched([_smooth(0, 100_000, exponent)], goal=1000, limit=2000)
+    assert outcome.rounds <= control.COLD_ROUNDS == 4
+    assert not outcome.thinned
 
 
 @pytest.mark.parametrize("drift", [0.95, 0.99, 1.0, 1.01, 1.05])
-def test_search_near_the_last_threshold_takes_one_round(drift: float) -> None:
+def test_search_near_the_last_threshold_finds_the_largest_in_one_round(drift: float) -> None:
     scores = _smooth(0, 100_000, -3)
     exact = float(np.sort(scores)[-1000])
-    assert searched([scores], goal=1000, limit=2000, last=exact * drift).rounds == 1
+    outcome = searched([scores], goal=1000, limit=2000, last=exact * drift)
+    assert (outcome.rounds, outcome.thinned) == (1, False)
 
 
-@pytest.mark.parametrize("jump", [0.1, 10.0])
-def test_search_follows_a_sudden_factor_of_ten_in_the_same_step(jump: float) -> None:
+@pytest.mark.parametrize("jump", [1.5, 10.0, 1e6])
+def test_search_holds_the_goal_through_a_sudden_growth_in_the_same_step(jump: float) -> None:
     scores = _smooth(0, 100_000, 0)
     exact = float(np.sort(scores)[-1000])
-    outcome = searched([scores], goal=1000, limit=2000, last=exact * jump)
-    assert outcome.rounds <= 5
+    outcome = searched([scores], goal=1000, limit=2000, last=exact / jump)
+    assert outcome.rounds == 1
     assert sum(outcome.quotas) == pytest.approx(1000, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("jump", [2.0, 10.0, 1e6])
+def test_a_sudden_fall_is_followed_by_a_factor_of_two_a_step(jump: float) -> None:
+    scores = _smooth(0, 100_000, 0)
+    threshold, steps = float(np.sort(scores)[-1000]) * jump, 0
+    while not (total := sum((outcome := searched([scores], 1000, 2000, threshold)).quotas)) >= 970:
+        threshold, steps = control.next_threshold(outcome.threshold, total, 1000), steps + 1
+    assert steps <= math.log2(jump) + 1
+
+
 @st.composite
-def ties(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Counts at a rung, counts above it, and a goal in between."""
-    above = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=8))
-    tied = draw(st.lists(st.integers(0, 1000), min_size=len(above), max_size=len(above)))
-    goal = draw(st.integers(sum(above), sum(above) + sum(tied)))
-    return [low + more for low, more in zip(above, tied, strict=True)], above, goal
+def shared_out(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Counts at a rung, and a goal that they reach."""
+    counts = draw(st.lists(st.integers(0, 10**12), min_size=1, max_size=8).filter(any))
+    return counts, draw(st.integers(0, sum(counts)))
 
 
-@given(ties())
-@example(([7], [0], 3))
-@example(([5, 5, 5], [5, 5, 5], 15))
-@example(([0, 0], [0, 0], 0))
-def test_tied_quotas_share_out_the_goal_exactly_and_in_proportion(case: tuple[list[int], list[int], int]) -> None:
-    at_rung, above_rung, goal = case
-    quotas = control.tied_quotas(at_rung, above_rung, goal)
-    assert sum(quotas) == goal
-    fraction = (goal - sum(above_rung)) / max(sum(at_rung) - sum(above_rung), 1)
-    for quota, at, above in zip(quotas, at_rung, above_rung, strict=True):
-        assert above <= quota <= at
-        assert abs(quota - above - fraction * (at - above)) < 1 + 1e-9
+@given(shared_out())
+@example(([7], 3))
+@example(([5, 5, 5], 15))
+@example(([0, 9, 0], 1))
+def test_shares_add_up_to_the_goal_and_are_in_proportion(case: tuple[list[int], int]) -> None:
+    counts, goal = case
+    shares = control.shares(counts, goal)
+    assert sum(shares) == goal
+    for share, count in zip(shares, counts, strict=True):
+        assert 0 <= share <= count
+        assert abs(share * sum(counts) - goal * count) < sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "goal", "shares"),
+    [((30, 10), 20, (15, 5)), ((3, 3, 3), 4, (1, 1, 2)), ((1, 0, 1), 1, (0, 0, 1)), ((10, 10, 10), 10, (3, 3, 4))],
+)
+def test_shares_are_rounded_by_the_running_sum(counts: tuple[int, ...], goal: int, shares: tuple[int, ...]) -> None:
+    assert control.shares(counts, goal) == shares
+
+
+@pytest.mark.parametrize(
+    ("applied", "proposed", "goal", "following"),
+    [
+        (0.75, 100, 100, 0.75),
+        (0.75, 200, 100, 0.75),
+        (0.75, 50, 100, 0.75),
+        (0.75, 49, 100, 0.375),
+        (0.75, 0, 1, 0.375),
+        (1e-38, 0, 1, TINY),
+        (TINY, 0, 1, TINY),
+        (0.75, 0, 0, 0.75),
+    ],
+)
+def test_the_next_threshold_is_the_last_or_half_of_it_where_little_passed(
+    applied: float, proposed: int, goal: int, following: float
+) -> None:
+    assert control.next_threshold(applied, proposed, goal) == following
+
+
+@pytest.mark.parametrize(
+    ("recent", "room"),
+    [
+        ((), None),
+        ((100, 100, 100), None),
+        ((0, 0, 0, 0), 16),
+        ((100, 100, 100, 100), 100 + 6 + 40 + 16),
+        ((1, 100, 1, 1), 162),
+        ((1, 1, 100, 1), 162),
+        ((1, 1, 1, 100), 1 + 0 + 4 + 16),  # the newest is not known yet
+        ((100, 1, 1, 1), 21),  # and the oldest forgotten
+        ((10**6,) * 4, 10**6 + 62_500 + 4000 + 16),
+    ],
+)
+def test_room_is_what_was_proposed_two_and_three_steps_ago_and_some_more(
+    recent: tuple[int, ...], room: int | None
+) -> None:
+    assert control.room(recent) == room
 
 
 @given(

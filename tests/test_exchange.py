@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.collectives import lockstep
+from gradsieve.collectives import TeamCollectives, lockstep, run
 from gradsieve.exchange import Agreed, Disjoint, Exchange, SteeredUnion, Union, averaged, gathered
-from gradsieve.region import even_borders
-from gradsieve.types import ALL, Proposal
+from gradsieve.kernels import thinned
+from gradsieve.region import Region, RotatingSlices, Whole, even_borders
+from gradsieve.types import ALL, Proposal, View
+from gradsieve.wire import HEADER_BYTES, Shape, WireError, encode
 from ranks import Message, Moment, Recording, positions, recorders, reduce, same_outcome
 
-INDEX_BYTES = VALUE_BYTES = 4
+VALUE_BYTES = 4
 COUNT_BYTES = 8
 
 
@@ -33,14 +35,42 @@ def _proposals(by_rank: Sequence[Sequence[int]], *, counted: bool = True) -> lis
     return [Proposal(torch.tensor(indices, dtype=torch.int64), counts, (0.5,)) for indices in by_rank]
 
 
-def _gather(by_rank: Sequence[Sequence[int]], moment: Moment) -> tuple[list[list[list[int]]], list[Recording]]:
-    """The pieces that each rank receives."""
-    collectives, counts = recorders(moment.world), tuple(len(indices) for indices in by_rank)
-    steps = [
-        gathered(moment.of(rank), torch.tensor(indices, dtype=torch.int64), counts, collectives[rank])
-        for rank, indices in enumerate(by_rank)
-    ]
-    return [[positions(piece) for piece in pieces] for pieces in lockstep(steps)], collectives
+def _gather(
+    by_rank: Sequence[Sequence[int]],
+    moment: Moment,
+    *,
+    region: Region | None = None,
+    room: int | None = None,
+    damage: Callable[[Tensor], None] | None = None,
+) -> tuple[list[list[list[int]]], list[Recording]]:
+    """The pieces that each rank receives; `damage` is done to the first message on its way."""
+    collectives = [_Damaging(rank, moment.world, damage) for rank in range(moment.world)]
+    region, counts = region or Whole(), tuple(len(indices) for indices in by_rank)
+    steps = []
+    for rank, indices in enumerate(by_rank):
+        step = moment.of(rank)
+        territory = region.known(region.start(step.setup), step)
+        assert territory is not None
+        proposal = Proposal(torch.tensor(indices, dtype=torch.int64), counts, room=room)
+        steps.append(gathered(View(step, torch.empty(0), None, territory), proposal, counts, collectives[rank]))
+    return [[positions(piece) for piece in pieces] for pieces in lockstep(steps)], list(collectives)
+
+
+class _Damaging(Recording):
+    def __init__(self, rank: int, world: int, damage: Callable[[Tensor], None] | None) -> None:
+        super().__init__(rank, world)
+        self._damage = damage
+
+    async def _all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = await super()._all_gather(tensor)
+        if self._damage is not None and self.rank == 0:
+            self._damage(gathered[0])
+        return gathered
+
+
+def _index_bytes(most: int, extent: int) -> int:
+    """The bytes of a message of indices, which no rank makes longer than another; none where there are none."""
+    return Shape.of(most, extent).num_bytes if most else 0
 
 
 def _average(values: Tensor, dense: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Recording]]:
@@ -112,12 +142,14 @@ class TestGathered:
         _, collectives = _gather(by_rank, Moment(len(by_rank), NUMEL, target=5))
         most = max(len(indices) for indices in by_rank)
         assert all(own.operations == ["all_gather"] * bool(most) for own in collectives)
-        assert all(own.wire_bytes == most * INDEX_BYTES for own in collectives)
+        assert all(own.wire_bytes == _index_bytes(most, NUMEL) for own in collectives)
 
     @pytest.mark.usefixtures("filled_memory")
     def test_padding_is_zero_and_not_what_lay_in_memory(self) -> None:
-        _, collectives = _gather([[5, 6, 7, 8], [9], []], Moment(3, NUMEL, target=5))
-        assert [own.messages[0].tensor.tolist() for own in collectives] == [[5, 6, 7, 8], [9, 0, 0, 0], [0, 0, 0, 0]]
+        _, collectives = _gather([[5, 7, 9, 11], [9], []], Moment(3, NUMEL, target=5))
+        words = [own.messages[0].tensor[HEADER_BYTES:].view(torch.int32).tolist() for own in collectives]
+        # of which three bits are the low ones
+        assert words == [[0b11011, 5 | 7 << 3 | 1 << 6 | 3 << 9], [0b10, 1], [0, 0]]
 
     def test_where_few_propose_each_of_them_broadcasts_and_the_others_hand_over_nothing(self) -> None:
         moment = Moment(5, NUMEL, target=5, proposers=(1, 3))
@@ -125,30 +157,94 @@ class TestGathered:
         assert received == [[[4, 9], [2, 9, 11]]] * 5
         assert all([(m.operation, m.source) for m in own.messages] == [("broadcast", 1), ("broadcast", 3)]
                    for own in collectives)  # fmt: skip
-        assert [own.wire_bytes for own in collectives] == [0, 2 * INDEX_BYTES, 0, 3 * INDEX_BYTES, 0]
+        # as many bytes as the one with the most needs
+        assert [own.wire_bytes for own in collectives] == [0, _index_bytes(3, NUMEL), 0, _index_bytes(3, NUMEL), 0]
 
-    def test_a_proposer_with_nothing_broadcasts_nothing(self) -> None:
-        received, collectives = _gather([[], [7], []], Moment(3, NUMEL, target=5, proposers=(0, 1)))
-        assert received == [[[], [7]]] * 3
-        assert all([m.source for m in own.messages] == [1] for own in collectives)
+    def test_where_no_proposer_has_anything_nothing_travels(self) -> None:
+        received, collectives = _gather([[], [], []], Moment(3, NUMEL, target=5, proposers=(0, 1)))
+        assert received == [[[], []]] * 3
+        assert not any(own.messages for own in collectives)
+
+    def test_what_a_rank_has_that_does_not_propose_makes_no_message_longer(self) -> None:
+        moment = Moment(3, NUMEL, target=5, proposers=(1,))
+        received, collectives = _gather([list(range(40)), [7], []], moment)
+        assert received == [[[7]]] * 3
+        assert [own.wire_bytes for own in collectives] == [0, _index_bytes(1, NUMEL), 0]
+
+    @given(by_rank=overlapping, room=st.integers(1, 20))
+    def test_no_more_than_the_room_travels(self, by_rank: list[list[int]], room: int) -> None:
+        received, collectives = _gather(by_rank, Moment(len(by_rank), NUMEL, target=5), room=room)
+        assert received == [[positions(thinned(torch.tensor(indices), room)) for indices in by_rank]] * len(by_rank)
+        most = min(room, max(len(indices) for indices in by_rank))
+        assert all(own.wire_bytes == _index_bytes(most, NUMEL) for own in collectives)
+
+    @given(numel=st.integers(1, 5000), world=st.integers(1, 6), index=st.integers(0, 20), data=st.data())
+    def test_exclusive_partitions_are_written_from_their_own_start(
+        self, numel: int, world: int, index: int, data: st.DataObject
+    ) -> None:
+        chosen = data.draw(st.lists(st.integers(0, numel - 1), unique=True).map(sorted))
+        borders = even_borders(numel, world)
+        owned = [(index + rank) % world for rank in range(world)]
+        by_rank = [[place for place in chosen if borders[p] <= place < borders[p + 1]] for p in owned]
+        received, collectives = _gather(by_rank, Moment(world, numel, 5, index=index), region=RotatingSlices())
+        assert received == [by_rank] * world
+        most, widest = max(len(indices) for indices in by_rank), -(-numel // world)
+        assert all(own.wire_bytes == _index_bytes(most, widest) for own in collectives)
+
+    def test_a_message_damaged_on_its_way_is_refused(self) -> None:
+        def damage(message: Tensor) -> None:
+            message[HEADER_BYTES] += 1
+
+        with pytest.raises(WireError, match="2 indices was damaged on its way"):
+            _gather([[4, 9], [2]], Moment(2, NUMEL, target=5), damage=damage)
+
+    def test_a_rank_with_a_longer_vector_is_refused(self) -> None:
+        def replace(message: Tensor) -> None:
+            message.copy_(encode(torch.tensor([32, NUMEL]), 30, Shape.of(2, NUMEL)))
+
+        with pytest.raises(WireError, match=f"indices from 32 to {NUMEL}, outside 0:{NUMEL}"):
+            _gather([[4, 9], [2]], Moment(2, NUMEL, target=5), damage=replace)
+
+    def test_an_index_outside_the_territory_is_not_sent(self) -> None:
+        with pytest.raises(ValueError, match=f"indices from 2 to {NUMEL} came for a message of those in 0:{NUMEL}"):
+            _gather([[4, 9], [2, NUMEL]], Moment(2, NUMEL, target=5))
+
+    def test_of_what_exceeds_the_room_so_much_travels_evenly_spread(self) -> None:
+        by_rank = [list(range(10)), [4, 5], list(range(20, 27)), [1, 2, 3, 4]]
+        received, _ = _gather(by_rank, Moment(4, NUMEL, target=5), room=4)
+        assert received == [[[0, 2, 5, 7], [4, 5], [20, 21, 23, 25], [1, 2, 3, 4]]] * 4
+
+    def test_a_broadcast_is_bounded_by_the_room_too(self) -> None:
+        moment = Moment(3, NUMEL, target=5, proposers=(1,))
+        received, collectives = _gather([[], list(range(9)), []], moment, room=3)
+        assert received == [[[0, 3, 6]]] * 3
+        assert [own.wire_bytes for own in collectives] == [0, _index_bytes(3, NUMEL), 0]
+
+    @given(by_rank=overlapping, room=st.integers(1, 25))
+    def test_with_room_a_team_gathers_what_ranks_in_lockstep_do(self, by_rank: list[list[int]], room: int) -> None:
+        moment, counts = Moment(len(by_rank), NUMEL, target=5), tuple(len(indices) for indices in by_rank)
+        received, _ = _gather(by_rank, moment, room=room)
+        indices = torch.tensor([index for indices in by_rank for index in indices], dtype=torch.int64)
+        step = moment.of(0)
+        view = View(step, torch.empty(0), None, Whole().known(None, step))
+        team = TeamCollectives(moment.world, torch.device("cpu"))
+        pieces = run(gathered(view, Proposal(indices, counts, room=room), counts, team))
+        assert [positions(piece) for piece in pieces] == received[0]
+        assert [len(piece) for piece in pieces] == [min(count, room) for count in counts]
 
     def test_the_only_rank_proposes_as_one_of_many_would(self) -> None:
         received, collectives = _gather([[1, 2]], Moment(1, NUMEL, target=5))
         assert received == [[[1, 2]]]
-        assert collectives[0].wire_bytes == 2 * INDEX_BYTES
+        assert collectives[0].wire_bytes == _index_bytes(2, NUMEL)
 
-    @pytest.mark.parametrize(
-        ("numel", "dtype"), [(1, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64), (2**40, torch.int64)]
-    )
+    @pytest.mark.parametrize("numel", [1, 2**31 - 1, 2**31, 2**33])
     @pytest.mark.parametrize("proposers", [None, (0,)])
-    def test_an_index_takes_four_bytes_wherever_they_hold_it(
-        self, numel: int, dtype: torch.dtype, proposers: tuple[int, ...] | None
-    ) -> None:
+    def test_an_index_arrives_wherever_it_lies(self, numel: int, proposers: tuple[int, ...] | None) -> None:
         moment = Moment(2, numel, target=1, proposers=proposers)
         received, collectives = _gather([[numel - 1], []], moment)
         assert received[1][0] == [numel - 1]
-        assert collectives[0].messages[0].tensor.dtype == dtype
-        assert collectives[0].wire_bytes == dtype.itemsize
+        assert collectives[0].messages[0].tensor.dtype == torch.uint8
+        assert collectives[0].wire_bytes == _index_bytes(1, numel)
 
 
 def _check_law(exchange: Exchange, by_rank: Sequence[Sequence[int]], moment: Moment) -> list[int]:
@@ -166,7 +262,8 @@ def _check_law(exchange: Exchange, by_rank: Sequence[Sequence[int]], moment: Mom
     torch.testing.assert_close(outcomes[0].mean, acc[:, support].mean(0))
     assert torch.equal(acc, before)
     most = max(len(indices) for indices in by_rank)
-    assert all(own.wire_bytes == most * INDEX_BYTES + len(support) * VALUE_BYTES for own in collectives)
+    handed = _index_bytes(most, moment.numel) + len(support) * VALUE_BYTES
+    assert all(own.wire_bytes == handed for own in collectives)
     return support
 
 
@@ -183,21 +280,7 @@ class TestUnion:
             assert positions(outcome.indices) == [3, 30]
             torch.testing.assert_close(outcome.mean, acc[:, [3, 30]].mean(0))
         assert all(own.operations == ["broadcast", "all_reduce"] for own in collectives)
-        assert [own.wire_bytes for own in collectives] == [8, 8, 16, 8]
-
-
-def _proposing(orders: Sequence[Sequence[int]], rank: int, done: int, more: int) -> Proposal:
-    """The next `more` of each rank's entries in its order of preference, and how to get further ones."""
-    pieces = [order[done : done + more] for order in orders]
-
-    async def further(entries: int) -> Proposal:
-        return _proposing(orders, rank, done + more, -(-entries // len(orders)))
-
-    counts = tuple(len(piece) for piece in pieces)
-    return Proposal(torch.tensor(sorted(pieces[rank]), dtype=torch.int64), counts, (1 / (1 + done + more),), further)
-
-
-preferences = st.lists(st.permutations(range(NUMEL)), min_size=1, max_size=4)
+        assert [own.wire_bytes for own in collectives] == [8, 8, 8 + _index_bytes(2, NUMEL), 8]
 
 
 class TestSteeredUnion:
@@ -218,41 +301,31 @@ class TestSteeredUnion:
         quarters = [sum(start <= index < start + 375 for index in support) for start in range(0, 1500, 375)]
         assert all(abs(number - 37.5) <= 1 for number in quarters)
 
-    @given(orders=preferences, target=st.integers(1, NUMEL), first=st.integers(0, NUMEL), ceiling=st.floats(1, 2))
-    def test_a_union_too_small_is_filled_up_to_the_target(
-        self, orders: list[list[int]], target: int, first: int, ceiling: float
-    ) -> None:
-        world, acc = len(orders), torch.randn(len(orders), NUMEL)
-        proposals = [_proposing(orders, rank, 0, first) for rank in range(world)]
-        outcomes, collectives = reduce(SteeredUnion(ceiling), acc, proposals, Moment(world, NUMEL, target))
-        assert all(same_outcome(outcome, outcomes[0]) for outcome in outcomes)
-        support = positions(outcomes[0].indices)
-        assert support == positions(outcomes[0].sent) == sorted(set(support))
-        assert 0.95 * target <= len(support) <= min(1.05, ceiling) * target
-        torch.testing.assert_close(outcomes[0].mean, acc[:, support].mean(0))
-        assert all(own.wire_bytes == sum(map(_num_bytes, own.messages)) for own in collectives)
-
-    @given(orders=preferences, target=st.integers(1, NUMEL), first=st.integers(1, NUMEL))
-    def test_counts_add_up_over_the_rounds_and_the_last_thresholds_hold(
-        self, orders: list[list[int]], target: int, first: int
-    ) -> None:
-        proposals = [_proposing(orders, rank, 0, first) for rank in range(len(orders))]
-        moment = Moment(len(orders), NUMEL, target)
-        (outcome, *_), _ = reduce(SteeredUnion(2.0), torch.zeros(len(orders), NUMEL), proposals, moment)
-        (count,) = set(outcome.counts)
-        assert outcome.distinct == len({index for order in orders for index in order[:count]})
-        assert outcome.thresholds[0] <= 1 / (1 + count)
-
-    def test_a_union_near_the_target_costs_no_second_round(self) -> None:
-        proposals = [_proposing([range(60), range(60)], rank, 0, 39) for rank in range(2)]
-        outcomes, collectives = reduce(SteeredUnion(2.0), torch.zeros(2, 60), proposals, Moment(2, 60, target=40))
-        assert len(positions(outcomes[0].indices)) == 39
+    @pytest.mark.parametrize(
+        ("ceiling", "union", "support"),
+        [
+            (2.0, 105, 105),
+            (2.0, 106, 100),
+            (1.02, 102, 102),
+            (1.02, 103, 100),
+            (1.0, 100, 100),
+            (1.0, 101, 100),
+            (2.0, 40, 40),  # too small: the next step proposes more
+        ],
+    )
+    def test_the_cut_begins_at_five_per_cent_or_the_ceiling(self, ceiling: float, union: int, support: int) -> None:
+        by_rank = [list(range(0, union, 2)), list(range(1, union, 2))]
+        moment = Moment(2, 1000, target=100)
+        (outcome, _), collectives = reduce(SteeredUnion(ceiling), torch.zeros(2, 1000), _proposals(by_rank), moment)
+        assert len(positions(outcome.indices)) == support
+        assert outcome.distinct == union
         assert all(own.operations == ["all_gather", "all_reduce"] for own in collectives)
 
-    def test_where_nothing_more_can_be_proposed_the_union_stays_small(self) -> None:
-        proposals = [_proposing([range(3), range(2, 6)], rank, 0, 2) for rank in range(2)]
-        outcomes, _ = reduce(SteeredUnion(2.0), torch.zeros(2, 60), proposals, Moment(2, 60, target=40))
-        assert all(positions(outcome.indices) == [0, 1, 2, 3, 4, 5] for outcome in outcomes)
+    def test_counts_are_what_was_proposed_and_distinct_is_what_travelled(self) -> None:
+        proposals = [each._replace(room=4) for each in _proposals([list(range(8)), [0, 1]])]
+        (outcome, _), _ = reduce(SteeredUnion(2.0), torch.zeros(2, NUMEL), proposals, Moment(2, NUMEL, target=20))
+        assert positions(outcome.indices) == positions(outcome.sent) == [0, 1, 2, 4, 6]
+        assert (outcome.counts, outcome.distinct) == ((8, 2), 5)
 
 
 class TestDisjoint:
@@ -271,6 +344,12 @@ class TestDisjoint:
         by_rank = [sorted(chosen[rank::world]) for rank in range(world)]
         support = _check_law(Disjoint(in_rotation=False), by_rank, Moment(world, NUMEL, target=5, index=index))
         assert support == sorted(chosen)
+
+    def test_what_finds_no_room_is_not_sent(self) -> None:
+        proposals = [each._replace(room=2) for each in _proposals([[0, 1, 2, 3], [5], [6, 7, 8]])]
+        (outcome, *_), _ = reduce(Disjoint(), torch.zeros(3, 9), proposals, Moment(3, 9, target=3))
+        assert positions(outcome.indices) == positions(outcome.sent) == [0, 2, 5, 6, 7]
+        assert (outcome.counts, outcome.distinct) == ((4, 1, 3), 5)
 
     @pytest.mark.usefixtures("filled_memory")
     def test_a_rank_without_proposals_adds_none_by_its_padding(self) -> None:
@@ -335,6 +414,27 @@ class TestReduce:
         proposals = _proposals(by_rank, counted=counted)
         _, collectives = reduce(SteeredUnion(1.5), acc, proposals, Moment(world, NUMEL, target=4), dense=dense)
         assert all(own.wire_bytes == sum(map(_num_bytes, own.messages)) for own in collectives)
+
+    def test_with_a_wire_of_fewer_bits_what_goes_dense_is_a_message_of_its_own(self) -> None:
+        acc, dense, moment = torch.randn(2, 9), torch.randn(2, 4), Moment(2, 9, target=3)
+        proposals, given = _proposals([[2, 5], [7]]), dense.clone()
+        for beside, operations in ((dense, ["all_to_all", "all_gather", "all_reduce"]), (None, None)):
+            outcomes, collectives = reduce(Union(), acc, proposals, moment, dense=beside, wire=torch.bfloat16)
+            for outcome, row, own in zip(outcomes, acc, collectives, strict=True):
+                assert own.operations[1:] == (operations or ["all_to_all", "all_gather"])
+                assert [message.tensor.dtype for message in own.messages[1:3]] == [torch.bfloat16] * 2
+                assert outcome.mean.dtype == outcome.dense.dtype == torch.float32
+                assert outcome.rest is not None
+                assert (outcome.rest.abs() <= 2**-7 * row[outcome.sent].abs() + 2**-7 * acc.abs().max()).all()
+            rest = torch.stack([outcome.rest for outcome in outcomes if outcome.rest is not None])
+            torch.testing.assert_close(2 * outcomes[0].mean + rest.sum(0), acc[:, outcomes[0].sent].sum(0))
+            if beside is not None:
+                assert torch.equal(outcomes[0].dense, dense.mean(0))
+            assert torch.equal(dense, given)
+
+    def test_with_float32_nothing_of_what_was_sent_is_left(self) -> None:
+        outcomes, _ = reduce(Union(), torch.randn(2, 9), _proposals([[2], [7]]), Moment(2, 9, target=2))
+        assert all(outcome.rest is None for outcome in outcomes)
 
     def test_a_bfloat16_vector_is_averaged_in_float32(self) -> None:
         acc = torch.tensor([[256.0, 0.0], [1.0, 0.0]], dtype=torch.bfloat16)

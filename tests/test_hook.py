@@ -15,6 +15,7 @@ import toys
 from fleet import Fleet
 from gradsieve import METHODS, Method, Simulation, StepStats
 from gradsieve.collectives import GroupCollectives
+from gradsieve.rounding import WIRES
 from toys import (
     SHAPES,
     Chosen,
@@ -60,6 +61,46 @@ def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], F
         assert stats is not None
         assert stats.counts == trace.stats[-1].counts
         assert stats.support == trace.stats[-1].support
+
+
+def _trained_in_bfloat16(
+    variants: list[str], device: str = "cpu"
+) -> dict[str, tuple[Tensor, Tensor, StepStats | None]]:
+    outcomes = {}
+    for variant in variants:
+        model, sieve = sparsified(make(variant), device=device, wire="bfloat16")
+        means = torch.stack(averaged(model, STEPS)).cpu()
+        outcomes[variant] = means, flat(list(sieve.residuals().values())).cpu(), sieve.stats
+    return outcomes
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_in_bfloat16_the_hook_equals_simulation_to_the_bit(world: int, fleets: Callable[[int], Fleet]) -> None:
+    """Sums are made in one order everywhere."""
+    # but a norm is not
+    variants = [variant for variant in toys.VARIANTS if variant != "dgc-clipped"]
+    ranks, given = fleets(world).run(_trained_in_bfloat16, variants), stacked_gradients(STEPS, world)
+    for variant in variants:
+        trace = gradsieve.simulate(make(variant), given, parameters=flat_parameters(), shapes=SHAPES, wire="bfloat16")
+        for rank, outcomes in enumerate(ranks):
+            means, residual, stats = outcomes[variant]
+            assert torch.equal(means, trace.mean), variant
+            assert torch.equal(residual, trace.residual[rank]), variant
+            if rank == 0:
+                assert _comparable(variant, stats) == _comparable(variant, trace.stats[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world", "backend"), [(1, "nccl"), (2, "gloo"), (3, "gloo")])
+def test_so_it_does_on_cuda(world: int, backend: str, fleets: Callable[[int], Fleet]) -> None:
+    variants, given = ["dense", "topk", "cltk", "micro"], stacked_gradients(STEPS, world).cuda()
+    ranks = fleets(world).run(_trained_in_bfloat16, variants, "cuda", backend=backend)
+    for variant in variants:
+        trace = gradsieve.simulate(make(variant), given, shapes=SHAPES, wire="bfloat16")
+        for rank, outcomes in enumerate(ranks):
+            means, residual, _ = outcomes[variant]
+            assert torch.equal(means, trace.mean.cpu()), variant
+            assert torch.equal(residual, trace.residual[rank].cpu()), variant
 
 
 DENSE = 1
@@ -187,10 +228,10 @@ def test_density_one_is_plain_ddp(name: str, world: int, fleets: Callable[[int],
         torch.testing.assert_close(torch.stack(ours), torch.stack(plain), rtol=1e-6, atol=1e-6)
 
 
-def _conserved(name: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def _conserved(name: str, dtype: torch.dtype, wire: str = "float32") -> list[tuple[Tensor, Tensor]]:
     """Per step, over all ranks: what was there before, and mean plus residual after."""
     model = DistributedDataParallel(Chosen(dtype=dtype), bucket_cap_mb=0.003)
-    sieve = gradsieve.sparsify(model, make(name), exclude=())
+    sieve = gradsieve.sparsify(model, make(name), exclude=(), wire=wire)
     sums = []
     for step in range(STEPS):
         gradients = [gradient.to(dtype) for gradient in gradients_of(dist.get_rank(), step)]
@@ -203,9 +244,10 @@ def _conserved(name: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     return sums
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dgc"])
-def test_nothing_is_lost(name: str, fleet3: Fleet) -> None:
-    for sums in fleet3.run(_conserved, name, torch.float32):
+def test_nothing_is_lost(name: str, wire: str, fleet3: Fleet) -> None:
+    for sums in fleet3.run(_conserved, name, torch.float32, wire):
         for before, after in sums:
             assert (before - after).abs().max() <= 1e-6 * before.abs().max()
 
@@ -238,9 +280,9 @@ def test_no_sync_accumulates_locally_and_exchanges_once(fleet2: Fleet) -> None:
         torch.testing.assert_close(accumulated, expected)
 
 
-def _with_unused(ddp: dict[str, Any], used_by: tuple[int, ...]) -> dict[str, Any]:
+def _with_unused(ddp: dict[str, Any], used_by: tuple[int, ...], wire: str = "float32") -> dict[str, Any]:
     """Build up a residual, then leave parameter 0 out on all ranks but `used_by`."""
-    model, sieve = sparsified(make("micro"), ddp=ddp)
+    model, sieve = sparsified(make("micro"), ddp=ddp, wire=wire)
     if not ddp.get("static_graph"):
         averaged(model, 3)
     before = sieve.residuals()["weights.0"]
@@ -252,10 +294,11 @@ def _with_unused(ddp: dict[str, Any], used_by: tuple[int, ...]) -> dict[str, Any
     return {"before": before, "given": given, "mean": mean, "after": after}
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids="+".join)
-def test_residual_of_a_parameter_that_no_rank_used_waits(ddp: dict[str, Any], fleet2: Fleet) -> None:
+def test_residual_of_a_parameter_that_no_rank_used_waits(ddp: dict[str, Any], wire: str, fleet2: Fleet) -> None:
     """DDP applies no gradient to it, so nothing may leave the residual."""
-    for rank in fleet2.run(_with_unused, ddp, ()):
+    for rank in fleet2.run(_with_unused, ddp, (), wire):
         assert rank["mean"] is None
         assert torch.equal(rank["before"], rank["after"])
 
@@ -277,8 +320,9 @@ def test_what_was_used_while_paused_does_not_count_afterwards(fleet2: Fleet) -> 
         assert torch.equal(before, after)
 
 
-def test_parameter_used_by_one_rank_is_averaged_over_all(fleet2: Fleet) -> None:
-    ranks = fleet2.run(_with_unused, {"find_unused_parameters": True}, (1,))
+@pytest.mark.parametrize("wire", WIRES)
+def test_parameter_used_by_one_rank_is_averaged_over_all(wire: str, fleet2: Fleet) -> None:
+    ranks = fleet2.run(_with_unused, {"find_unused_parameters": True}, (1,), wire)
     before = sum(rank["before"] for rank in ranks) + ranks[1]["given"]
     after = 2 * ranks[0]["mean"] + sum(rank["after"] for rank in ranks)
     torch.testing.assert_close(before, after)
@@ -401,7 +445,7 @@ def test_state_is_saved_safely_and_refused_where_it_does_not_belong(fleet2: Flee
         assert "lacks learned, residuals, velocities" in messages[5]
 
 
-def _handed_over(name: str) -> tuple[int, int]:
+def _handed_over(name: str, wire: str) -> tuple[int, int]:
     """Bytes by StepStats, and by watching the tensors that reach torch.distributed."""
     watched = 0
 
@@ -414,6 +458,10 @@ def _handed_over(name: str) -> tuple[int, int]:
             self.note(tensor)
             return await super()._all_reduce(tensor)
 
+        async def _all_to_all(self, tensor: Tensor) -> Tensor:
+            self.note(tensor)
+            return await super()._all_to_all(tensor)
+
         async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
             if source == self.rank:
                 self.note(tensor)
@@ -423,8 +471,8 @@ def _handed_over(name: str) -> tuple[int, int]:
             nonlocal watched
             watched += tensor.numel() * tensor.element_size()
 
-    model, sieve = sparsified(make(name), exclude="weights.1")
-    collectives = sieve._worker.collectives
+    model, sieve = sparsified(make(name), exclude="weights.1", wire=wire)
+    collectives = sieve._parts.of(sieve._layout.names).worker.collectives
     assert isinstance(collectives, GroupCollectives)
     collectives.__class__ = Watched
     averaged(model, 2)
@@ -434,9 +482,10 @@ def _handed_over(name: str) -> tuple[int, int]:
     return sieve.stats.wire_bytes, watched
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", METHODS)
-def test_wire_bytes_are_what_collectives_were_handed(name: str, fleet3: Fleet) -> None:
-    for counted, watched in fleet3.run(_handed_over, name):
+def test_wire_bytes_are_what_collectives_were_handed(name: str, wire: str, fleet3: Fleet) -> None:
+    for counted, watched in fleet3.run(_handed_over, name, wire):
         assert counted == watched > 0
 
 
@@ -519,6 +568,7 @@ def _misuse() -> dict[str, str]:
     note("nothing", lambda: gradsieve.sparsify(vectors, method))
     note("double", lambda: gradsieve.sparsify(double, method))
     note("residual", lambda: gradsieve.sparsify(fresh, method, residual_dtype=torch.int8))
+    note("wire", lambda: gradsieve.sparsify(fresh, method, wire="float16"))
     note("broadcasters", lambda: gradsieve.sparsify(fresh, gradsieve.iwp(num_broadcasters=3)))
     gradsieve.sparsify(fresh, method)
     gradsieve.sparsify(double, method, residual_dtype=torch.float64)
@@ -535,6 +585,7 @@ def test_misuse_gets_an_error_that_says_what_to_do(fleet2: Fleet) -> None:
         "nothing": "ValueError: all 2 trainable parameters are excluded or empty",
         "double": "TypeError: parameter 'weights.0' is torch.float64; gradients may be",
         "residual": "ValueError: residual_dtype must be one of",
+        "wire": "ValueError: wire must be one of 'float32', 'bfloat16', not 'float16'",
         "broadcasters": "ValueError: num_broadcasters=3, but there are only 2 ranks",
     }
     for messages in fleet2.run(_misuse):
@@ -561,7 +612,7 @@ def test_sparse_gradients_are_refused(fleet2: Fleet) -> None:
 REGRESSION_STEPS = 200
 
 
-def _regression(name: str) -> float:
+def _regression(name: str, wire: str = "float32") -> float:
     """The loss that training a small network on a fixed task ends with."""
     torch.manual_seed(0)
     inputs = torch.randn(96, 12)
@@ -570,7 +621,7 @@ def _regression(name: str) -> float:
     options: dict[str, Any] = {} if name == "dense" else {"density": 0.1}
     if name == "dgc":
         options["momentum"] = 0.0  # the optimizer below has none either
-    sieve = gradsieve.sparsify(model, gradsieve.method(name, **options))
+    sieve = gradsieve.sparsify(model, gradsieve.method(name, **options), wire=wire)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     own = slice(dist.get_rank(), None, dist.get_world_size())
     for _ in range(REGRESSION_STEPS):
@@ -592,5 +643,12 @@ def dense_loss(fleet3: Fleet) -> float:
 @pytest.mark.parametrize("name", ERROR_FEEDBACK)
 def test_toy_regression_reaches_the_dense_loss(name: str, dense_loss: float, fleet3: Fleet) -> None:
     losses = fleet3.run(_regression, name)
+    assert len(set(losses)) == 1
+    assert losses[0] <= 1.1 * dense_loss, (losses[0], dense_loss)
+
+
+@pytest.mark.parametrize("name", ["dense", "topk", "micro", "union"])
+def test_so_it_does_where_values_travel_as_bfloat16(name: str, dense_loss: float, fleet3: Fleet) -> None:
+    losses = fleet3.run(_regression, name, "bfloat16")
     assert len(set(losses)) == 1
     assert losses[0] <= 1.1 * dense_loss, (losses[0], dense_loss)

@@ -21,15 +21,17 @@ def layers_of(package: str, *layers: str) -> list[set[str]]:
 
 CORE = layers_of(
     "gradsieve",
-    "checks clock control weights",
+    "checks clock control weights wire",
     "types kernels.reference",
     "kernels.__init__",
     "collectives score",
+    "rounding",
     "region proposers exchange residual",
     "criterion",
     "search",
     "methods",
     "pipeline layout",
+    "part",
     "simulation hook",
     "__init__",
 )
@@ -59,6 +61,13 @@ TRAINING = layers_of(
     "runner",
     "grid",
 )
+BENCH = layers_of(
+    "gradsieve.bench",
+    "__init__ figures given published timing",
+    "contenders local",
+    "kernels step",
+    "start",
+)
 REPORT = layers_of(
     "gradsieve.report",
     "texts curves",
@@ -72,7 +81,7 @@ REPORT = layers_of(
 CLI = layers_of(
     "gradsieve.cli",
     "display options report",
-    "summary",
+    "bench summary",
     "train compare",
     "demo",
     "app",
@@ -80,10 +89,13 @@ CLI = layers_of(
 )
 MAIN = layers_of("gradsieve", "__main__")
 
-LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *REPORT, *CLI, *MAIN]
+LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *BENCH, *REPORT, *CLI, *MAIN]
 """From the bottom up. Modules of one layer do not import one another."""
 
 DISTRIBUTED = {
+    "gradsieve.bench.contenders",
+    "gradsieve.bench.start",
+    "gradsieve.bench.step",
     "gradsieve.collectives",
     "gradsieve.hook",
     "gradsieve.training.processes",

@@ -14,6 +14,7 @@ from torch import Tensor
 import gradsieve
 from gradsieve import Method, Simulation
 from gradsieve.collectives import lockstep
+from gradsieve.rounding import WIRES
 from gradsieve.types import Reduced
 from toys import VARIANTS, make
 
@@ -36,8 +37,8 @@ def gradients(steps: int, world: int, numel: int) -> Tensor:
 class Observed:
     """A simulation whose steps show the accumulated vectors, too."""
 
-    def __init__(self, method: Method, world: int, numel: int) -> None:
-        self.simulation = Simulation(method, world, numel, shapes=layers_of(numel))
+    def __init__(self, method: Method, world: int, numel: int, wire: str) -> None:
+        self.simulation = Simulation(method, world, numel, shapes=layers_of(numel), wire=wire)
         self.parameters = torch.linspace(-1, 1, numel)
 
     def step(self, given: Tensor) -> tuple[Tensor, list[Reduced]]:
@@ -59,31 +60,35 @@ def spread(reduced: Reduced, numel: int) -> Tensor:
     return mean
 
 
-def steps_of(variant: str, density: float, given: Tensor) -> Iterator[tuple[Tensor, list[Reduced], Tensor]]:
+def steps_of(
+    variant: str, density: float, given: Tensor, wire: str = "float32"
+) -> Iterator[tuple[Tensor, list[Reduced], Tensor]]:
     """Accumulated vectors, outcomes and the residuals after, of each step."""
     _, world, numel = given.shape
-    observed = Observed(make(variant, density), world, numel)
+    observed = Observed(make(variant, density), world, numel, wire)
     for gradient in given:
         accumulated, outcomes = observed.step(gradient)
         yield accumulated, outcomes, observed.simulation.residual
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mass_is_conserved_at_every_step(variant: str, world: int, numel: int) -> None:
-    for accumulated, outcomes, residual in steps_of(variant, 0.01, gradients(6, world, numel)):
+def test_mass_is_conserved_at_every_step(variant: str, world: int, numel: int, wire: str) -> None:
+    for accumulated, outcomes, residual in steps_of(variant, 0.01, gradients(6, world, numel), wire):
         before = accumulated.sum(0)
         after = world * spread(outcomes[0], numel) + residual.sum(0)
         largest = accumulated.abs().sum(0).max().item() if numel else 0.0
         assert ((before - after).abs() <= 1e-6 * largest).all()
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_agree_and_the_support_is_ascending(variant: str, world: int, numel: int) -> None:
-    for _, (first, *others), _ in steps_of(variant, 0.05, gradients(4, world, numel)):
+def test_ranks_agree_and_the_support_is_ascending(variant: str, world: int, numel: int, wire: str) -> None:
+    for _, (first, *others), _ in steps_of(variant, 0.05, gradients(4, world, numel), wire):
         for other in others:
             assert torch.equal(spread(first, numel), spread(other, numel))
             assert first.counts == other.counts
@@ -102,6 +107,24 @@ def test_density_one_is_the_plain_mean(variant: str, world: int, numel: int) -> 
     for gradient, (_, outcomes, residual) in zip(given, steps_of(variant, 1.0, given), strict=True):
         torch.testing.assert_close(spread(outcomes[0], numel), gradient.mean(0), rtol=1e-5, atol=1e-7)
         assert not residual.any()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_density_one_in_bfloat16_is_the_mean_to_its_rounding(variant: str, world: int, numel: int) -> None:
+    given = gradients(3, world, numel)
+    if variant == "dgc-clipped":
+        given /= 1e6  # below the clipping norm
+    # a rounding of the values and one of their sum, each by half a step of eight bits
+    rounding = 1.01 * 2**-7
+    for accumulated, outcomes, residual in steps_of(variant, 1.0, given, "bfloat16"):
+        off = spread(outcomes[0], numel) - accumulated.mean(0)
+        assert (off.abs() <= rounding * accumulated.abs().mean(0)).all()
+        assert (residual.abs() <= rounding * accumulated.abs().sum(0)).all()
+        mean = spread(outcomes[0], numel) * world
+        # the sum travelled as eight bits
+        torch.testing.assert_close(mean.bfloat16().float(), mean, rtol=1e-6, atol=0)
 
 
 def build_up(variant: str, world: int, density: float = 0.01) -> float:
@@ -127,11 +150,14 @@ def test_steered_methods_do_not_build_up(variant: str, world: int) -> None:
     world=st.integers(1, 4),
     values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-30, 3e38, -2.5e-7, 4.0]), max_size=40),
     density=st.sampled_from([0.01, 0.3, 0.5, 0.99, 1.0]),
+    wire=st.sampled_from(sorted(WIRES)),
 )
-def test_hard_vectors_break_nothing(variant: str, world: int, values: Sequence[float], density: float) -> None:
+def test_hard_vectors_break_nothing(
+    variant: str, world: int, values: Sequence[float], density: float, wire: str
+) -> None:
     """Zeros, ties, the limits of float32: the step ends, ranks agree, the support is within the vector."""
     given = torch.tensor([[values] * world] * 3, dtype=torch.float32).reshape(3, world, len(values)) / world / 8
-    for _, outcomes, _ in steps_of(variant, density, given):
+    for _, outcomes, _ in steps_of(variant, density, given, wire):
         support = outcomes[0].indices
         if isinstance(support, Tensor) and len(support):
             assert support[0] >= 0
@@ -147,22 +173,24 @@ def test_tied_gradients_are_all_sent_in_time(variant: str) -> None:
     assert (trace.mean.sum(0) > 0).all()
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_not_finite_stops_no_step(variant: str, bad: float) -> None:
+def test_what_is_not_finite_stops_no_step(variant: str, bad: float, wire: str) -> None:
     """It is not filtered: ranks stay together, and the density holds as ever."""
     given = gradients(4, 3, 999)
     given[0, 1, 5] = bad
-    for _, (first, *others), _ in steps_of(variant, 0.05, given):
+    for _, (first, *others), _ in steps_of(variant, 0.05, given, wire):
         assert all(torch.equal(spread(first, 999) != 0, spread(other, 999) != 0) for other in others)
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("variant", ["topk", "micro", "exdyna", "union", "cltk", "deft", "hard_threshold"])
-def test_what_is_not_finite_is_sent_within_a_round_and_not_kept(variant: str, bad: float) -> None:
+def test_what_is_not_finite_is_sent_within_a_round_and_not_kept(variant: str, bad: float, wire: str) -> None:
     given = gradients(4, 3, 999)
     given[0, 1, 5] = bad
-    trace = gradsieve.simulate(make(variant, 0.05), given, shapes=layers_of(999))
+    trace = gradsieve.simulate(make(variant, 0.05), given, shapes=layers_of(999), wire=wire)
     assert not trace.mean[:, 5].isfinite().all()
     assert trace.residual.isfinite().all()
 
@@ -181,16 +209,34 @@ def test_adaptive_blocks_balance_where_the_published_rule_is_slow(seed: int) -> 
     assert statistics.median(imbalances(gradsieve.exdyna(blocks="paper"), seed)[-10:]) > 0.26
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_residual_loses_only_rounding(variant: str) -> None:
+def test_bfloat16_residual_loses_only_rounding(variant: str, wire: str) -> None:
     given = gradients(5, 2, 3000)
     trace = gradsieve.simulate(
-        make(variant, 0.05), given, parameters=torch.randn(3000), shapes=layers_of(3000), residual_dtype=torch.bfloat16
+        make(variant, 0.05),
+        given,
+        parameters=torch.randn(3000),
+        shapes=layers_of(3000),
+        residual_dtype=torch.bfloat16,
+        wire=wire,
     )
     assert trace.residual.dtype == torch.bfloat16
     if VARIANTS[variant][0] != "dgc" and variant != "iwp-momentum":
         lost = given.sum((0, 1)) - 2 * trace.mean.sum(0) - trace.residual.float().sum(0)
         assert lost.abs().max() < 0.1 * given.abs().max()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if VARIANTS[v][0] != "dgc" and v != "iwp-momentum"])
+def test_float64_residual_loses_only_the_rounding_of_float64(variant: str, wire: str) -> None:
+    given = gradients(5, 3, 1000).double() * torch.rand(1000, dtype=torch.float64)
+    trace = gradsieve.simulate(
+        make(variant, 0.05), given, parameters=torch.randn(1000), residual_dtype=torch.float64, wire=wire
+    )
+    assert trace.mean.dtype == trace.residual.dtype == torch.float64
+    lost = given.sum((0, 1)) - 3 * trace.mean.sum(0) - trace.residual.sum(0)
+    assert lost.abs().max() <= 1e-14 * given.abs().sum((0, 1)).max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gradsieve
-from gradsieve import METHODS, Method
+from gradsieve import METHODS, Method, wire
 from gradsieve.collectives import lockstep
-from gradsieve.exchange import Disjoint
+from gradsieve.exchange import Disjoint, SteeredUnion
 from gradsieve.pipeline import Learned, imbalance, reduce_step
 from gradsieve.types import ALL, Span, StepStats, View
+from gradsieve.wire import Shape, decode, encode
 from ranks import Crew, Moment, Outcome, positions, recorders, same_outcome, same_support
 
 WORLD, NUMEL, DENSITY = 3, 600, 0.05
@@ -404,6 +405,46 @@ class TestPendingStats:
             assert stats.wire_bytes == sum(message.num_bytes for message in handed)
             assert (stats.dense_numel, stats.dense_bytes) == (num_dense, 4 * num_dense)
             assert stats.ratio_wire == pytest.approx(4 * NUMEL / (stats.wire_bytes - 4 * num_dense))
+
+    @every_method
+    def test_the_indices_handed_over_are_those_proposed(self, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+        shapes: dict[bytes, Shape] = {}
+
+        def encode_and_note(indices: Tensor, start: int, shape: Shape) -> Tensor:
+            message = encode(indices, start, shape)
+            shapes[message.numpy().tobytes()] = shape
+            return message
+
+        monkeypatch.setattr(wire, "encode", encode_and_note)
+        for outcome, stats in _records(method):
+            handed = [message.tensor for message in outcome.messages if message.source in (None, 1)]
+            messages = [message for message in handed if message.dtype == torch.uint8]
+            proposed = [decode(message, shapes[message.numpy().tobytes()]).indices for message in messages]
+            if proposed:
+                assert sum(map(len, proposed)) == stats.counts[1]
+            if not isinstance(method.exchange, SteeredUnion):  # which may leave some of them out
+                assert all(torch.isin(indices, _support(outcome)).all() for indices in proposed)
+
+    @pytest.mark.parametrize(
+        ("method", "most"),
+        [
+            (gradsieve.micro(density=0.01), 1.5),
+            (gradsieve.micro(density=0.001), 2.1),
+            (gradsieve.union(density=0.01), 2.4),
+            (gradsieve.union(density=0.001), 2.4),
+        ],
+        ids=repr,
+    )
+    def test_indices_travel_in_few_bytes(self, method: Method, most: float) -> None:
+        """The bytes of all messages of indices, headers and what is padded included, for each entry of the support."""
+        world, numel = 16, 2_000_000
+        crew = Crew(method, world, numel)
+        for _ in range(3):
+            outcome = crew.step(torch.randn(world, numel))[0]
+            stats = outcome.pending.read()
+            (num_bytes,) = [message.num_bytes for message in outcome.messages if message.tensor.dtype == torch.uint8]
+            assert world * num_bytes <= most * stats.support
+            assert stats.wire_bytes == sum(message.num_bytes for message in outcome.messages)
 
     def test_dense_sends_every_value_and_nothing_else(self) -> None:
         (_, stats) = _records(gradsieve.dense(), steps=1)[0]

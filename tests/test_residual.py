@@ -204,6 +204,27 @@ def test_kept_spans_come_back_as_they_were_and_the_others_do_not(sent: Indices, 
         assert torch.equal(kept.velocity[others], cleared.velocity[others])
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("sent", [ALL, torch.tensor([0, 4, 5, 11]), torch.empty(0, dtype=torch.int64)], ids=str)
+def test_what_did_not_travel_stays_and_its_velocity_does_not(sent: Indices, momentum: float, kept: torch.dtype) -> None:
+    together, apart, cleared = (Residual.zeros((3, NUMEL), Feedback(momentum), CPU, kept) for _ in range(3))
+    update = gradient(3, NUMEL)
+    for residual in (together, apart, cleared):
+        residual.add(0, update)
+    rest = torch.randn(3, NUMEL)[..., sent]
+    together.clear(sent, rest)
+    for rank, row in enumerate(apart.rows()):
+        row.clear(sent, rest[rank])
+    cleared.clear(sent)
+    for (_, vector), (_, other) in zip(together.named(), apart.named(), strict=True):
+        assert torch.equal(vector, other)
+    assert torch.equal(together.acc[..., sent], rest.to(kept))
+    together.acc[..., sent] = 0
+    for (_, vector), (_, other) in zip(together.named(), cleared.named(), strict=True):
+        assert torch.equal(vector, other)
+
+
 def test_keeping_nothing_keeps_nothing() -> None:
     residual = residual_of()
     residual.add(0, gradient())

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import gradsieve
 from gradsieve import Method, StepStats, control
-from gradsieve.collectives import lockstep
 from gradsieve.region import RotatingSlices
 from gradsieve.score import Importance
 from gradsieve.search import Searched, SearchState
-from gradsieve.types import Proposal
+from gradsieve.types import Reduced
 from ranks import Crew, Moment, Noise, Outcome, drawn, pick, positions
 
 CONTROLLED = ("micro", "exdyna", "union", "iwp")
@@ -65,11 +64,20 @@ def _follow(
     return [simulation.step(noise.rows(world) * scale, parameters)[1] for scale in scales]
 
 
-def _check_control(records: Sequence[StepStats], phase: int, ceiling: float = 2.0) -> None:
-    """The law of density control, where something changes every `phase` steps."""
+def _check_control(records: Sequence[StepStats], phase: int, ceiling: float = 2.0, short: float = 0.0) -> None:
+    """The law of density control, where something changes every `phase` steps.
+
+    A share of the steps may fall `short`: a threshold rises to any height at once, but falls by a factor of two a step.
+    """
     assert all(stats.support <= ceiling * stats.target for stats in records)
-    assert not _astray([stats for stats in records if stats.step % phase >= SETTLED])
+    astray = _astray([stats for stats in records if stats.step % phase >= SETTLED])
+    assert all(support < target for support, target in astray.values())
+    assert len(astray) <= short * len(records)
     assert statistics.median(map(abs, _errors(records))) < 0.03
+
+
+SHORT = {"iwp": 0.1}
+"""Ranks in turn have residuals of unlike scales, so the threshold of the last step may be too high for the next."""
 
 
 def _up_and_down(start: float, phase: int) -> list[float]:
@@ -83,14 +91,14 @@ class TestDensityControl:
     def test_the_support_follows_a_factor_ten_up_and_down(self, name: str, kind: str, world: int) -> None:
         scales = _up_and_down(STARTING_SCALES[kind], phase=15)
         records = _follow(gradsieve.method(name, density=0.01), kind, world, 50_000, scales)
-        _check_control(records, phase=15)
+        _check_control(records, phase=15, short=SHORT.get(name, 0.0))
 
     @pytest.mark.parametrize("density", [0.1, 0.001])
     @pytest.mark.parametrize("name", CONTROLLED)
     def test_many_ranks_hold_high_and_low_densities(self, name: str, density: float) -> None:
         scales = _up_and_down(1.0, phase=20)
         records = _follow(gradsieve.method(name, density=density), "normal", 8, 50_000, scales)
-        _check_control(records, phase=20)
+        _check_control(records, phase=20, short=0.1)
 
     @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
     @pytest.mark.parametrize("name", CONTROLLED)
@@ -98,12 +106,18 @@ class TestDensityControl:
         records = _follow(gradsieve.method(name, density=0.01), "normal", 2, 20_000, [scale])
         assert abs(records[0].support - 200) <= 20
 
-    @pytest.mark.parametrize("name", CONTROLLED)
+    @pytest.mark.parametrize("name", ["micro", "exdyna", "union"])
     def test_scales_that_jump_in_every_step_are_followed_without_lag(self, name: str) -> None:
         # only the gradient that is there can tell: a law on past counts is always wrong here
         scales = [10.0 ** (step * step % 10) for step in range(30)]
         records = _follow(gradsieve.method(name, density=0.02), "laplace", 1, 20_000, scales)
-        assert all(abs(error) <= 0.03 for error in _errors(records))
+        assert all(100 * abs(stats.support - stats.target) <= 3 * stats.target for stats in records)
+
+    @pytest.mark.parametrize("name", CONTROLLED)
+    def test_a_scale_that_grows_in_every_step_is_followed_without_lag(self, name: str) -> None:
+        scales = [4.0**step for step in range(20)]
+        records = _follow(gradsieve.method(name, density=0.02), "laplace", 1, 20_000, scales)
+        assert all(100 * abs(stats.support - stats.target) <= 3 * stats.target for stats in records)
 
     @pytest.mark.parametrize("name", CONTROLLED)
     def test_layers_of_very_different_scales_share_one_target(self, name: str) -> None:
@@ -114,11 +128,17 @@ class TestDensityControl:
 
     @pytest.mark.parametrize("world", [2, 5, 16])
     @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
-    def test_ranks_that_nearly_agree_are_on_target_from_the_first_step(self, density: float, world: int) -> None:
+    def test_ranks_that_nearly_agree_are_near_the_target_from_the_second_step_on(
+        self, density: float, world: int
+    ) -> None:
         # the union is a small part of the proposals, and how small differs from step to step
         noise = Noise("normal", 20_000)
         records = _run(gradsieve.union(density=density), [noise.rows(1) + 0.1 * noise.rows(world) for _ in range(40)])
-        assert not _astray(records)
+        errors = _errors(records)
+        assert errors[0] < -0.3, "or the gradients do not show it"
+        assert all(-0.4 <= error <= 0.05 + 1e-9 for error in errors[1:])
+        assert abs(statistics.mean(errors[1:])) < 0.08
+        assert statistics.median(map(abs, errors[1:])) < 0.051
 
     @pytest.mark.parametrize("ceiling", [1.0, 1.3, 2.0])
     def test_ranks_that_cease_to_agree_are_followed_within_the_ceiling(self, ceiling: float) -> None:
@@ -143,13 +163,13 @@ class TestDensityControl:
         noise = Noise("student", 20_000)
         scales = _up_and_down(1.0, phase=12)
         records = _run(gradsieve.method(name, density=0.01, ceiling=ceiling), [noise.rows(3) * s for s in scales])
-        _check_control(records, phase=12, ceiling=ceiling)
+        _check_control(records, phase=12, ceiling=ceiling, short=SHORT.get(name, 0.0))
 
 
 def _slow_cell(name: str, kind: str, world: int, density: float, device: str) -> None:
     scales = _up_and_down(STARTING_SCALES[kind], phase=100)
     method = gradsieve.method(name, density=density)
-    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100)
+    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100, short=0.1)
 
 
 @pytest.mark.slow
@@ -201,12 +221,14 @@ class TestUnusualVectors:
         records = _run(
             self._method(name, eps=1e9) if name == "iwp" else self._method(name), [torch.ones(world, 5000)] * 6
         )
-        assert all(48 <= stats.support <= 50 for stats in records)
+        assert all(48 <= stats.support <= 50 for stats in records[1:])
+        # before they know better, ranks that look at the same entries propose the same ones
+        assert records[0].support == (50 // world if name == "union" else 50)
 
     def test_ties_of_either_sign_settle_at_the_target(self, name: str, world: int) -> None:
         generator = _generator()
         records = _run(self._method(name), [_signs(world, 5000, generator) for _ in range(16)])
-        assert all(45 <= stats.support <= 55 for stats in records)
+        assert all(45 <= stats.support <= 55 for stats in records[1:])
 
     def test_fewer_nonzeros_than_the_target_are_all_sent_and_zeros_never(self, name: str, world: int) -> None:
         gradients = torch.zeros(world, 5000)
@@ -221,16 +243,20 @@ class TestUnusualVectors:
         # what a rank does not propose itself waits for its turn, and nothing is left in the end
         assert simulation.residual.count_nonzero() == 0
 
-    def test_a_vector_of_zeros_sends_nothing_and_what_follows_is_on_target_at_once(self, name: str, world: int) -> None:
+    def test_a_vector_of_zeros_sends_nothing_and_what_follows_is_soon_on_target(self, name: str, world: int) -> None:
         noise = Noise("normal", 5000)
         records = _run(self._method(name), [torch.zeros(world, 5000)] * 3 + [noise.rows(world) for _ in range(10)])
         assert [stats.support for stats in records[:3]] == [0, 0, 0]
-        assert not _astray(records[3:])
+        # at once, but for proposals of a union that are alike, and for room made by steps that sent nothing
+        assert all(50 // world <= stats.support <= 52 for stats in records[3:4])
+        assert all(16 <= stats.support <= 52 for stats in records[4:5])
+        assert not _astray(records[5:])
 
     def test_no_gradient_for_a_while_drains_the_residual_on_target(self, name: str, world: int) -> None:
         noise = Noise("normal", 5000)
         records = _run(self._method(name), [noise.rows(world), *[torch.zeros(world, 5000)] * 12])
-        assert not _astray(records)
+        assert all(stats.support <= 52 for stats in records)
+        assert len(_astray(records)) <= (2 if name == "iwp" else 0)
 
     @pytest.mark.parametrize("outlier", [3e38, math.inf])
     def test_one_huge_outlier_is_sent_in_its_turn_and_disturbs_nothing(
@@ -250,18 +276,19 @@ class TestUnusualVectors:
         noise = Noise("normal", 20_000)
         scales = _up_and_down(1e-2, phase=12)
         records = _run(self._method(name), [noise.rows(world) * s for s in scales], dtype=torch.bfloat16)
-        _check_control(records, phase=12)
+        _check_control(records, phase=12, short=SHORT.get(name, 0.0))
 
     def test_a_float64_residual_holds_the_target(self, name: str, world: int) -> None:
         noise = Noise("student", 5000)
         records = _run(self._method(name), [noise.rows(world) for _ in range(16)], dtype=torch.float64)
         _check_control(records, phase=16)
 
-    def test_a_target_of_one_sends_one_entry_in_every_step(self, name: str, world: int) -> None:
+    def test_a_target_of_one_sends_one_entry_in_nearly_every_step(self, name: str, world: int) -> None:
         noise = Noise("normal", 1000)
         records = _run(self._method(name, density=0.001), [noise.rows(world) for _ in range(30)])
         assert all(stats.target == 1 for stats in records)
-        assert all(stats.support == 1 for stats in records)
+        assert all(stats.support <= 1 for stats in records)
+        assert sum(stats.support for stats in records) >= 25
 
     def test_asking_for_everything_sends_everything_zeros_included(self, name: str, world: int) -> None:
         records = _run(self._method(name, density=1.0), [torch.eye(world, 100)] * 3)
@@ -270,14 +297,15 @@ class TestUnusualVectors:
     def test_fewer_entries_than_ranks_are_not_special(self, name: str, world: int) -> None:
         noise = Noise("normal", 3)
         records = _run(self._method(name, density=0.4), [noise.rows(world) for _ in range(9)])
-        assert all(stats.support == stats.target == 1 for stats in records)
+        assert all(stats.support <= stats.target == 1 for stats in records)
+        assert sum(stats.support for stats in records) >= 5
 
     def test_entries_below_the_smallest_normal_number_count_as_zeros(self, name: str, world: int) -> None:
         records = _run(self._method(name), [torch.full((world, 500), 1e-42)] * 3)
         assert [stats.support for stats in records] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("state", [SearchState((0.0,), 1.0), SearchState((2.0,), 1.0)], ids=["first step", "later"])
+@pytest.mark.parametrize("state", [SearchState((0.0,)), SearchState((2.0,))], ids=["first step", "later"])
 def test_proposals_are_as_many_as_were_promised_though_some_entries_are_not_numbers(state: SearchState) -> None:
     # one overflow in half precision is enough; a promise that is not kept becomes padding, which reads as entry 0
     acc = torch.randn(2, 1000)
@@ -296,7 +324,7 @@ class TestSearched:
         owner = torch.tensor([0] * 334 + [1] * 333 + [2] * 333)
         visible = acc[owner, torch.arange(1000)].abs()
         union = sorted(index for indices in picked.indices for index in indices)
-        assert abs(len(union) - goal) <= control.TOLERANCE * goal
+        assert 100 * abs(len(union) - goal) <= 3 * goal
         assert visible[union].min() >= threshold
         rest = torch.ones(1000, dtype=torch.bool).index_fill(0, torch.tensor(union), value=False)
         assert visible[rest].tolist() == [] or visible[rest].max() <= visible[union].min()
@@ -306,21 +334,45 @@ class TestSearched:
         assert {proposal.counts for proposal in picked.proposals} == {tuple(len(i) for i in picked.indices)}
         assert all(low < high for indices in picked.indices for low, high in pairwise(indices))
 
-    def test_tied_entries_are_shared_out_exactly_whoever_holds_them(self) -> None:
+    def test_what_reaches_the_threshold_is_shared_out_in_proportion_and_evenly_spread(self) -> None:
         acc = torch.zeros(3, 90)
         acc[0, :3], acc[1, 30:60], acc[2, 60:] = 5.0, 1.0, 1.0
         picked = pick(Searched(), acc, Moment(3, 90, target=13), region=RotatingSlices())
-        counts = picked.proposals[0].counts
-        assert counts is not None
-        assert sum(counts) == 13
-        assert picked.indices[0] == [0, 1, 2], "what is larger than the tied ones goes first"
-        assert counts[1:] == (5, 5), "the tied ones in proportion to what a rank has"
+        # 3, 30 and 30 reach 1.0, and no rung has fewer but more than the three: 13 are shared out
+        assert {proposal.counts for proposal in picked.proposals} == {(0, 6, 7)}
+        assert picked.indices == [[], [30, 35, 40, 45, 50, 55], [60, 64, 68, 72, 77, 81, 85]]
 
-    def test_what_is_larger_goes_first_within_what_counts_as_tied(self) -> None:
+    def test_within_what_four_rounds_cannot_tell_apart_no_entry_goes_first(self) -> None:
         step = torch.finfo(torch.float32).eps
         acc = (1 + step * torch.arange(20.0)).flip(0)[None]
-        (indices,) = pick(Searched(), acc, Moment(1, 20, target=5)).indices
-        assert indices == [0, 1, 2, 3, 4]
+        picked = pick(Searched(), acc, Moment(1, 20, target=5))
+        reaching = int((acc >= picked.proposals[0].thresholds[0]).sum())
+        assert reaching > 10
+        assert picked.indices == [[j * reaching // 5 for j in range(5)]]
+        assert picked.collectives[0].operations == ["all_gather"] * control.COLD_ROUNDS
+
+    @pytest.mark.parametrize(
+        ("last", "count"),
+        [
+            (1.0, 20),
+            (0.2, 20),  # too low: 180 reach the rung of four times as much, and the goal is shared out
+            (150.0, 0),  # too high: none reaches the lowest rung
+        ],
+    )
+    def test_after_another_step_one_round_is_all(self, last: float, count: int) -> None:
+        acc = torch.linspace(0.005, 1.0, 200)[None] ** 0.1
+        picked = pick(Searched(), acc, Moment(1, 200, target=20), state=SearchState((last,)))
+        assert picked.collectives[0].operations == ["all_gather"]
+        assert picked.collectives[0].messages[0].tensor.shape == (control.NUM_RUNGS,)
+        assert picked.proposals[0].counts == (count,)
+
+    def test_a_search_far_below_the_threshold_takes_from_the_highest_rung_that_the_goal_reaches(self) -> None:
+        # far above the last threshold the rungs are 2, 4 and 16 times it: 75 entries reach 4, only 5 reach 16
+        acc = torch.cat([torch.full((60,), 3.0), torch.full((70,), 9.0), torch.full((5,), 40.0)])[None]
+        state = SearchState((1.0,))
+        picked = pick(Searched(), acc, Moment(1, 135, target=15), state=state)
+        assert picked.proposals[0].thresholds == (4.0,)
+        assert picked.indices == [[60 + j * 75 // 15 for j in range(15)]]
 
     def test_ranks_that_do_not_propose_take_part_in_the_counting_only(self) -> None:
         picked = pick(Searched(overlapping=True), torch.randn(4, 500), Moment(4, 500, target=10, proposers=(2,)))
@@ -343,63 +395,115 @@ class TestSearched:
         gradients = torch.randn(1000).expand(4, -1)
         for crew in (apart, together):
             crew.step(gradients)
-        assert apart.workers[0].learned.criterion.overlap == 1.0
-        assert together.workers[0].learned.criterion.overlap == pytest.approx(0.25)
+        state = apart.workers[0].learned.criterion
+        assert (state.travelled, state.distinct) == (1, 1)
+        state = together.workers[0].learned.criterion
+        assert (state.travelled, state.distinct) == (100, 25)
+
+    @pytest.mark.parametrize(
+        ("target", "travelled", "distinct", "goal"),
+        [(100, 1, 1, 100), (100, 300, 100, 300), (10, 15, 10, 15), (3, 3, 2, 5), (1, 4, 3, 1), (1, 3, 2, 2)],
+    )
+    def test_the_goal_is_the_target_times_the_overlap_rounded(
+        self, target: int, travelled: int, distinct: int, goal: int
+    ) -> None:
+        # all tied, so that exactly the goal is proposed
+        state = SearchState((1.0,), travelled, distinct)
+        picked = pick(Searched(overlapping=True), torch.ones(3, 500), Moment(3, 500, target), state=state)
+        assert sum(picked.proposals[0].counts or ()) == goal
+
+    def test_the_goal_is_at_most_what_there_is(self) -> None:
+        state = SearchState((1.0,), 900, 100)
+        picked = pick(Searched(overlapping=True), torch.ones(3, 50), Moment(3, 50, target=40), state=state)
+        assert picked.proposals[0].counts == (50, 50, 50)
+
+    def test_the_room_is_made_by_earlier_steps(self) -> None:
+        acc, moment = torch.randn(1, 1000), Moment(1, 1000, target=100)
+        for recent in ((), (100, 100, 100), (64, 100, 81, 400)):
+            picked = pick(Searched(), acc, moment, state=SearchState((1.0,), 1, 1, recent))
+            assert picked.proposals[0].room == control.room(recent)
 
 
-def _further(proposals: Sequence[Proposal], entries: int) -> list[Proposal]:
-    """What all ranks propose when they are asked for so many more."""
+def _observed(
+    criterion: Searched,
+    state: SearchState,
+    moment: Moment,
+    counts: tuple[int, ...],
+    *,
+    thresholds: tuple[float, ...] = (0.75,),
+    distinct: int = 1,
+) -> SearchState:
+    empty = torch.empty(0)
+    reduced = Reduced(torch.empty(0).long(), empty, empty, torch.empty(0).long(), counts, thresholds, distinct)
+    return criterion.observe(state, moment.of(0), reduced)
 
-    async def ask(proposal: Proposal) -> Proposal:
-        assert proposal.more is not None
-        return await proposal.more(entries)
 
-    return lockstep([ask(proposal) for proposal in proposals])
+class TestObserve:
+    @pytest.mark.parametrize(("counts", "following"), [((30, 20), 0.75), ((49, 0), 0.375), ((0, 0), 0.375)])
+    def test_where_less_than_half_the_goal_was_proposed_the_threshold_falls(
+        self, counts: tuple[int, ...], following: float
+    ) -> None:
+        state = _observed(Searched(), SearchState((3.0,)), Moment(2, 1000, target=100), counts)
+        assert state.thresholds == (following,)
 
+    def test_half_is_of_the_goal_not_of_the_target(self) -> None:
+        before, moment = SearchState((3.0,), 300, 100), Moment(2, 1000, target=100)
+        assert _observed(Searched(overlapping=True), before, moment, (75, 75)).thresholds == (0.75,)
+        assert _observed(Searched(overlapping=True), before, moment, (75, 74)).thresholds == (0.375,)
 
-class TestMore:
-    @pytest.mark.parametrize("entries", [10, 100, 400])
-    def test_further_proposals_are_new_the_next_in_size_and_about_as_many_as_asked(self, entries: int) -> None:
-        acc = torch.randn(3, 2000)
-        proposals = pick(Searched(overlapping=True), acc, Moment(3, 2000, target=100)).proposals
-        further = _further(proposals, entries)
-        total = sum(further[0].counts or ())
-        assert abs(total - entries) <= control.TOLERANCE * (100 + entries) + 1
-        for rank, (first, second) in enumerate(zip(proposals, further, strict=True)):
-            early, late = positions(first.indices), positions(second.indices)
-            assert not set(early) & set(late)
-            assert late == sorted(late)
-            assert len(late) == (second.counts or ())[rank]
-            taken = sorted([*early, *late])
-            assert taken == sorted(acc[rank].abs().topk(len(taken)).indices.tolist())
-        assert len({proposal.thresholds for proposal in further}) == 1
-        assert further[0].thresholds <= proposals[0].thresholds
+    @pytest.mark.parametrize(("proposed", "factor"), [(50, 1.0), (49, 0.5)])
+    def test_groups_fall_together_and_one_without_a_goal_keeps_what_it_had(self, proposed: int, factor: float) -> None:
+        criterion, moment = Searched(per_layer=True), Moment(1, 1000, target=100, bounds=(0, 400, 401, 1000))
+        before = SearchState((1.0, 5.0, 2.0))
+        after = _observed(criterion, before, moment, (proposed,), thresholds=(0.5, 0.0, 4.0))
+        assert after.thresholds == (0.5 * factor, 5.0, 4.0 * factor)
 
-    def test_one_may_ask_until_only_zeros_are_left(self) -> None:
-        acc = torch.zeros(2, 300)
-        acc[0, :40], acc[1, 20:50] = torch.rand(40) + 0.1, torch.rand(30) + 0.1
-        proposals = pick(Searched(overlapping=True), acc, Moment(2, 300, target=10)).proposals
-        proposed: list[set[int]] = [set(positions(proposal.indices)) for proposal in proposals]
-        for _ in range(8):
-            proposals = _further(proposals, 20)
-            for known, proposal in zip(proposed, proposals, strict=True):
-                known.update(positions(proposal.indices))
-        assert proposed == [set(range(40)), set(range(20, 50))]
-        assert proposals[0].counts == (0, 0)
+    def test_everything_leaves_the_threshold_alone(self) -> None:
+        after = _observed(Searched(), SearchState((3.0,)), Moment(1, 10, target=10), (10,), thresholds=(0.0,))
+        assert after.thresholds == (3.0,)
 
-    def test_tied_entries_are_shared_out_over_the_rounds_without_repeating_any(self) -> None:
-        proposals = pick(Searched(overlapping=True), torch.ones(2, 100), Moment(2, 100, target=10)).proposals
-        seen: list[list[int]] = [positions(proposal.indices) for proposal in proposals]
-        for _ in range(3):
-            proposals = _further(proposals, 30)
-            for known, proposal in zip(seen, proposals, strict=True):
-                known.extend(positions(proposal.indices))
-        assert [len(known) for known in seen] == [50, 50]
-        assert all(len(known) == len(set(known)) for known in seen)
+    def test_the_overlap_counts_what_travelled(self) -> None:
+        moment, before = Moment(2, 1000, target=100), SearchState((1.0,), 3, 2, (9, 9, 9, 9))
+        assert control.room(before.recent) == 37
+        after = _observed(Searched(overlapping=True), before, moment, (80, 30), distinct=50)
+        assert (after.travelled, after.distinct) == (67, 50)
+        unbounded = _observed(Searched(overlapping=True), before._replace(recent=()), moment, (80, 30), distinct=50)
+        assert (unbounded.travelled, unbounded.distinct) == (110, 50)
 
-    def test_ranks_with_regions_of_their_own_are_not_asked_for_more(self) -> None:
-        picked = pick(Searched(), torch.randn(2, 100), Moment(2, 100, target=10), region=RotatingSlices())
-        assert all(proposal.more is None for proposal in picked.proposals)
+    @pytest.mark.parametrize(("counts", "distinct"), [((0, 0), 0), ((5, 5), 0)])
+    def test_a_step_without_entries_says_nothing_of_the_overlap(self, counts: tuple[int, ...], distinct: int) -> None:
+        before = SearchState((1.0,), 3, 2)
+        after = _observed(Searched(overlapping=True), before, Moment(2, 1000, target=100), counts, distinct=distinct)
+        assert (after.travelled, after.distinct) == (3, 2)
+
+    def test_the_largest_proposals_of_the_last_steps_are_remembered(self) -> None:
+        state, moment, seen = SearchState((1.0,)), Moment(2, 1000, target=10), []
+        for step in range(6):
+            state = _observed(Searched(), state, moment, (7, 10 + step))
+            seen.append(state.recent)
+        assert seen == [
+            (10,),
+            (10, 11),
+            (10, 11, 12),
+            (10, 11, 12, 13),
+            (11, 12, 13, 14),
+            (12, 13, 14, 15),
+        ]
+
+    def test_a_burst_on_one_rank_travels_as_far_as_there_is_room_and_the_rest_later(self) -> None:
+        crew, noise = Crew(gradsieve.micro(density=0.1), 4, 4000), Noise("normal", 4000)
+        for _ in range(6):
+            crew.step(noise.rows(4))
+        burst = noise.rows(4)
+        burst[:, :1000] *= 1e3
+        room = control.room(crew.workers[0].learned.criterion.recent)
+        assert room is not None
+        assert room < 300
+        (first, *_) = crew.step(burst)
+        counts = sorted(first.reduced.counts)
+        assert counts[-1] >= 388
+        assert first.reduced.distinct == room + sum(counts[:-1])
+        assert crew.residual[:, :1000].abs().max() > 100, "what did not travel is still there"
 
 
 def _thresholds(outcomes: Sequence[Outcome]) -> set[tuple[float, ...]]:
@@ -438,15 +542,14 @@ class TestAgreement:
             assert len({outcome.reduced.counts for outcome in outcomes}) == 1
 
     @pytest.mark.parametrize("name", ["micro", "exdyna", "union"])
-    def test_one_message_of_counts_is_enough_in_the_steady_state(self, name: str) -> None:
+    def test_one_message_of_counts_is_enough_after_the_first_step(self, name: str) -> None:
         crew, noise = Crew(gradsieve.method(name, density=0.01), 4, 50_000), Noise("normal", 50_000)
         rounds = []
         for _ in range(40):
             outcomes = crew.step(noise.rows(4), torch.ones(50_000))
             rounds.append({_num_rounds(outcome) for outcome in outcomes})
-        assert all(len(numbers) == 1 for numbers in rounds)
-        steady = [numbers.pop() for numbers in rounds[10:]]
-        assert statistics.mean(steady) < 1.1
+        assert rounds[0] <= {1, 2, 3, 4}
+        assert rounds[1:] == [{1}] * 39
 
     @pytest.mark.parametrize("name", ["micro", "exdyna"])
     def test_the_counts_cost_a_few_hundred_bytes_and_replace_the_exchange_of_sizes(self, name: str) -> None:
@@ -456,20 +559,29 @@ class TestAgreement:
             for outcome in outcomes:
                 *counts, indices, values = outcome.messages
                 assert [message.operation for message in counts] == ["all_gather"] * len(counts)
-                assert all(message.num_bytes <= 8 * control.NUM_RUNGS for message in counts)
-                assert indices.num_bytes == 4 * max(outcome.reduced.counts)
+                assert all(message.num_bytes == 8 * control.NUM_RUNGS for message in counts)
+                assert indices.num_bytes < 2 * max(outcome.reduced.counts)
                 assert values.num_bytes == 4 * len(positions(outcome.reduced.indices))
 
     @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e3, 1e30])
     def test_from_nothing_a_handful_of_rounds_finds_any_scale(self, scale: float) -> None:
         noise = Noise("normal", 20_000)
-        for density, most in ((0.05, 4), (0.001, 6)):
+        for density in (0.05, 0.001):
             outcomes = Crew(gradsieve.micro(density=density), 2, 20_000).step(noise.rows(2) * scale)
-            assert _num_rounds(outcomes[0]) <= most
+            assert _num_rounds(outcomes[0]) <= control.COLD_ROUNDS
 
-    def test_even_ties_end_the_search_after_a_handful_of_rounds(self) -> None:
+    def test_even_ties_end_the_search_after_four_rounds(self) -> None:
         outcomes = Crew(gradsieve.micro(density=0.05), 2, 2000).step(torch.ones(2, 2000))
-        assert _num_rounds(outcomes[0]) <= 6
+        assert _num_rounds(outcomes[0]) == control.COLD_ROUNDS
+
+    def test_groups_that_are_settled_drop_out_of_later_rounds(self) -> None:
+        acc = torch.cat([torch.ones(100), torch.randn(100, generator=_generator())])[None]
+        moment = Moment(1, 300, target=30, bounds=(0, 100, 200, 300))
+        state = SearchState((0.0, 1.0, 0.0))
+        picked = pick(Searched(per_layer=True), torch.cat([acc, torch.zeros(1, 100)], dim=1), moment, state=state)
+        # the first is tied and takes all rounds, the second is warm, the third has nothing but zeros
+        widths = [len(message.tensor) // control.NUM_RUNGS for message in picked.collectives[0].messages]
+        assert widths == [3, 1, 1, 1]
 
     def test_the_search_looks_at_the_parameters_on_proposing_ranks_only(self) -> None:
         crew, asked = Crew(gradsieve.iwp(density=0.05), 4, 400), []
@@ -513,16 +625,18 @@ class TestPerLayer:
     def test_each_tensor_gets_its_share_whatever_its_scale(self, density: float) -> None:
         supports, _ = _supports_by_tensor(density, steps=20)
         shares = torch.tensor(SHAPES) * density
-        off = (supports - shares).abs()
-        # a whole number more or less, and the tolerance of the search
-        assert (off <= 1 + 0.05 * shares).all()
+        # a whole number more, and the tolerance of the search
+        assert (supports - shares <= 1 + 0.05 * shares).all()
+        # a step may fall short: a threshold falls only so far in a step
+        assert ((supports.float().mean(0) - shares).abs() <= 0.5 + 0.1 * shares).all()
 
     @pytest.mark.parametrize("density", [0.01, 0.001])
     def test_tensors_worth_less_than_one_entry_get_their_turn_over_the_steps(self, density: float) -> None:
         supports, _ = _supports_by_tensor(density, steps=60)
         totals = supports.sum(0)
         for total, size in zip(totals.tolist(), SHAPES, strict=True):
-            assert abs(total - 60 * density * size) <= 1.5 + 0.03 * 60 * density * size
+            worth = 60 * density * size
+            assert 0.7 * worth - 1.5 <= total <= 1.03 * worth + 1.5
 
     @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
     def test_the_shares_add_up_to_the_target(self, density: float) -> None:
@@ -530,13 +644,14 @@ class TestPerLayer:
         assert ((supports.sum(1) - target).abs() <= 1 + 0.03 * target).all()
 
     @pytest.mark.parametrize("numel", [49, 98, 100, 103, 1000])
-    def test_a_target_of_one_sends_an_entry_in_every_step(self, numel: int) -> None:
+    def test_a_target_of_one_sends_an_entry_in_most_steps(self, numel: int) -> None:
         records = _run(
             gradsieve.iwp(density=1 / numel, per_layer=True),
             [torch.randn(2, numel) for _ in range(12)],
             shapes=[numel // 3, numel - numel // 3],
         )
-        assert [stats.support for stats in records] == [1] * 12
+        assert all(stats.support <= 1 for stats in records)
+        assert sum(stats.support for stats in records) >= 8
 
     def test_without_it_the_largest_tensor_takes_all(self) -> None:
         # the counter-example that makes the tests above say something
@@ -550,7 +665,7 @@ class TestPerLayer:
         method = gradsieve.iwp(density=0.01, per_layer=True, num_broadcasters=num_broadcasters)
         noise = Noise("student", STARTS[-1])
         records = _run(method, [noise.rows(3) for _ in range(20)], shapes=SHAPES)
-        _check_control(records, phase=20)
+        _check_control(records, phase=20, short=0.1)
 
     def test_empty_tensors_are_not_special(self) -> None:
         records = _run(

@@ -12,6 +12,7 @@ import torch
 import gradsieve
 import toys
 from gradsieve import METHODS, Simulation, StepStats, Trace, simulate
+from gradsieve.wire import Shape
 
 
 def test_trace_holds_means_residuals_and_one_record_a_step() -> None:
@@ -217,7 +218,7 @@ def test_every_worker_has_a_record_of_its_own() -> None:
     simulation = Simulation(gradsieve.cltk(density=0.05), 3, 400, as_team=False)
     for leader in (0, 1, 2, 0):
         records = [pending.read() for pending in simulation.reduce(torch.randn(3, 400))[1]]
-        values, indices = 4 * 20, 4 * 20
+        values, indices = 4 * 20, Shape.of(20, 400).num_bytes
         assert [stats.wire_bytes - values for stats in records] == [
             indices if rank == leader else 0 for rank in range(3)
         ]
@@ -230,8 +231,8 @@ def test_every_worker_has_a_record_of_its_own() -> None:
     [
         (gradsieve.dense(), 1, lambda support: 1.5 * 4 * support),
         (gradsieve.randomk(density=0.05), 1, lambda support: 1.5 * 4 * support),
-        (gradsieve.topk(density=0.05), 2, lambda support: 3 * 4 * 20 + 1.5 * 4 * support),
-        (gradsieve.cltk(density=0.05), 2, lambda support: 4 * 20 + 1.5 * 4 * support),
+        (gradsieve.topk(density=0.05), 2, lambda support: 3 * Shape.of(20, 400).num_bytes + 1.5 * 4 * support),
+        (gradsieve.cltk(density=0.05), 2, lambda support: Shape.of(20, 400).num_bytes + 1.5 * 4 * support),
         (gradsieve.hard_threshold(density=0.05, threshold=9.0), 1, lambda support: 3 * 8 + 0 * support),
     ],
     ids=["dense", "randomk", "topk", "cltk", "hard_threshold"],
@@ -242,6 +243,23 @@ def test_link_bytes_are_those_of_rings(
     _, stats = Simulation(method, 4, 400, as_team=as_team).step(torch.randn(4, 400))
     assert stats.num_messages == num_messages
     assert stats.link_bytes == link_bytes(stats.support)
+
+
+@pytest.mark.parametrize("as_team", [False, True])
+@pytest.mark.parametrize("method", [gradsieve.dense(), gradsieve.topk(density=0.05)], ids=["dense", "topk"])
+def test_values_in_bfloat16_take_half_of_a_link_and_one_more_message(method: gradsieve.Method, as_team: bool) -> None:
+    given, dense = torch.randn(4, 400), torch.randn(4, 6)
+    records = {}
+    for wire in ("float32", "bfloat16"):
+        _, pending = Simulation(method, 4, 400, as_team=as_team, wire=wire).reduce(given, dense=dense)
+        records[wire] = pending[0].read()
+    whole, half = records["float32"], records["bfloat16"]
+    assert half.support == whole.support
+    assert half.num_messages == whole.num_messages + 2
+    assert half.dense_bytes == whole.dense_bytes == 4 * 6
+    padded = -(-half.support // 4) * 4
+    assert half.link_bytes == whole.link_bytes - 1.5 * 4 * whole.support + 1.5 * 2 * padded
+    assert half.wire_bytes == whole.wire_bytes - 4 * whole.support + 2 * padded * 5 // 4
 
 
 @pytest.mark.parametrize("as_team", [False, True])
@@ -283,6 +301,11 @@ GIVEN = torch.randn(2, 2, 100)
             "[world, numel] = [2, 100], not [1, 100]",
         ),
         (lambda: simulate(cast("Any", "micro"), GIVEN), TypeError, "made by a gradsieve constructor"),
+        (
+            lambda: simulate(gradsieve.topk(), GIVEN, wire="float16"),
+            ValueError,
+            "wire must be one of 'float32', 'bfloat16', not 'float16'",
+        ),
         (lambda: simulate(gradsieve.iwp(num_broadcasters=3), GIVEN), ValueError, "there are only 2 ranks"),
     ],
 )
@@ -291,6 +314,15 @@ def test_misuse_gets_an_error_that_says_what_to_do(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_what_rounding_leaves_out_is_sent_later() -> None:
+    """The error of a mean is that of one step, however many there were."""
+    given = torch.full((200, 3, 5), 1.003)
+    trace = simulate(gradsieve.dense(), given, wire="bfloat16")
+    assert trace.mean.sum(0).tolist() == pytest.approx([200 * 1.003] * 5, abs=2**-7)
+    assert trace.mean[0].tolist() != pytest.approx([1.003] * 5, rel=1e-4)
+    assert trace.residual.abs().max() < 2**-6
 
 
 @pytest.mark.gpu
@@ -320,11 +352,14 @@ def test_reduce_refuses_other_shapes(gradients: tuple[int, ...], dense: tuple[in
 
 def test_a_state_is_a_copy_both_ways() -> None:
     simulation = Simulation(gradsieve.exdyna(density=0.1), 2, 500)
-    simulation.step(torch.randn(2, 500))
+    for _ in range(2):
+        simulation.step(torch.randn(2, 500))
     state = simulation.state_dict()
     other = Simulation(gradsieve.exdyna(density=0.1), 2, 500)
     other.load_state_dict(state)
     for own in state:
-        own["learned"]["region"]["loads"].zero_()
-    assert simulation.workers[0].learned.region.loads.any()
-    assert other.workers[0].learned.region.loads.any()
+        for name in ("loads", "waiting"):
+            own["learned"]["region"][name].zero_()
+    for learned in (simulation.workers[0].learned, other.workers[0].learned):
+        assert learned.region.loads.any()
+        assert learned.region.waiting.any()

@@ -15,6 +15,7 @@ import gradsieve
 import toys
 from gradsieve import Method, Simulation, StepStats
 from gradsieve.pipeline import PendingStats, Team
+from gradsieve.rounding import WIRES
 from gradsieve.types import Indices, Reduced
 
 TEAMS = {
@@ -61,6 +62,7 @@ class Case(NamedTuple):
     density: float
     residual_dtype: torch.dtype = torch.float32
     dense_numel: int | None = None
+    wire: str = "float32"
 
 
 CASES = [
@@ -74,9 +76,9 @@ CASES = [
     Case(3, 5000, 0.001, dense_numel=2),
 ]
 ALL_CASES = [
-    Case(world, numel, density, dtype, dense_numel=(numel + world) % 3 or None)
-    for world, numel, density, dtype in itertools.product(
-        (1, 2, 3, 5), (0, 1, 3, 40, 1023, 5000), (0.001, 0.01, 0.3, 1.0), (torch.float32, torch.bfloat16)
+    Case(world, numel, density, dtype, dense_numel=(numel + world) % 3 or None, wire=wire)
+    for world, numel, density, dtype, wire in itertools.product(
+        (1, 2, 3, 5), (0, 1, 3, 40, 1023, 5000), (0.001, 0.01, 0.3, 1.0), (torch.float32, torch.bfloat16), WIRES
     )
 ]
 
@@ -108,6 +110,7 @@ def simulation_of(method: Method, case: Case, *, as_team: bool, device: str = "c
         shapes=[half, 0, case.numel - half],
         device=device,
         residual_dtype=case.residual_dtype,
+        wire=case.wire,
         as_team=as_team,
     )
 
@@ -137,13 +140,20 @@ def plain(state: Any) -> Any:
 
 def assert_same_outcome(one: tuple[Reduced, list[PendingStats]], other: tuple[Reduced, list[PendingStats]]) -> None:
     """The same means at the same support, and the same record for rank 0."""
-    (reduced, records), (other_reduced, other_records) = one, other
+    (reduced, records), (other_reduced, other_records) = (
+        (reduced._replace(rest=of_rank_0(reduced.rest)), records) for reduced, records in (one, other)
+    )
     for field, value in reduced._asdict().items():
         if isinstance(value, Tensor | slice):
             assert_same_bits(value, getattr(other_reduced, field))
         else:
             assert value == getattr(other_reduced, field)
     assert timeless(records[0].read()) == timeless(other_records[0].read())
+
+
+def of_rank_0(rest: Tensor | None) -> Tensor | None:
+    """A team's has a row for each rank."""
+    return rest[0] if rest is not None and rest.dim() == 2 else rest
 
 
 def timeless(stats: StepStats) -> StepStats:
@@ -172,6 +182,13 @@ def assert_same_run(method: Method, kind: str, case: Case, steps: int = STEPS, d
 def test_a_team_does_what_workers_in_lockstep_do(variant: str, kind: str) -> None:
     for case in CASES:
         assert_same_run(toys.make(variant, case.density), kind, case)
+
+
+@pytest.mark.parametrize("kind", ["noise", "ties", "not finite", "a sudden factor", "bfloat16"])
+@pytest.mark.parametrize("variant", sorted(TEAMS))
+def test_so_it_does_where_values_travel_as_bfloat16(variant: str, kind: str) -> None:
+    for case in CASES:
+        assert_same_run(toys.make(variant, case.density), kind, case._replace(wire="bfloat16"))
 
 
 @pytest.mark.slow
@@ -255,8 +272,8 @@ def test_a_step_of_a_team_is_a_step_in_lockstep(variant: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", sorted(TEAMS))
 def test_on_cuda_a_team_does_what_workers_in_lockstep_do(variant: str, kind: str) -> None:
-    for case in CASES:
-        assert_same_run(toys.make(variant, case.density), kind, case, device="cuda")
+    for case, wire in itertools.product(CASES, WIRES):
+        assert_same_run(toys.make(variant, case.density), kind, case._replace(wire=wire), device="cuda")
 
 
 @pytest.mark.gpu

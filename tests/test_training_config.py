@@ -202,7 +202,7 @@ def test_from_a_mapping_it_is_refused_with_its_source(name: str, value: Any) -> 
         from_mapping(TrainConfig, {name: value}, "here")
 
 
-CHOICES = {"schedule": "linear", "optimizer": "lion", "precision": "float16"}
+CHOICES = {"schedule": "linear", "optimizer": "lion", "precision": "float16", "scope": "layer", "wire": "float16"}
 
 
 @pytest.mark.parametrize(("name", "value"), CHOICES.items())
@@ -220,6 +220,11 @@ def test_a_choice_that_does_not_exist_is_refused_in_python_too(name: str, value:
 def test_workers_and_virtual_workers_exclude_one_another() -> None:
     with pytest.raises(UsageError, match="workers and virtual exclude one another"):
         TrainConfig(workers=2, virtual=2)
+
+
+def test_virtual_workers_have_no_buckets() -> None:
+    with pytest.raises(UsageError, match="virtual workers have no buckets: leave scope=bucket out, or use processes"):
+        TrainConfig(virtual=2, scope="bucket")
 
 
 @pytest.mark.parametrize(
@@ -318,6 +323,8 @@ CONFIGS = [
         weight_decay=0.01,
         clip=0.25,
         precision="bfloat16",
+        scope="bucket",
+        wire="bfloat16",
         eval_every=0.5,
         eval_examples=100,
         checkpoint_every=0,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import small_runs
+from gradsieve.rounding import WIRES
 from gradsieve.runs import Run
 from gradsieve.tasks import Examples, Measure
 from gradsieve.training.evaluation import BATCH_SIZE, evaluate
@@ -42,6 +43,7 @@ def assert_alike(virtual: Run, processes: Run) -> None:
         {"method": "union"},
         {"method": "topk"},
         {"method": "dense"},
+        {"method": "union", "wire": "bfloat16"},
         {"model": "dropout", "optimizer": "adamw", "lr": 0.01},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -121,6 +123,16 @@ def test_bfloat16_is_for_the_passes_only(tmp_path: Path) -> None:
     losses = half.series("train/loss")
     assert losses.tolist() == pytest.approx(whole.series("train/loss").tolist(), rel=0.05)
     assert losses.tolist() != whole.series("train/loss").tolist()
+
+
+@pytest.mark.parametrize("method", ["dense", "micro", "union"])
+def test_values_that_travel_as_bfloat16_train_as_well(tmp_path: Path, method: str) -> None:
+    half, whole = (small_runs.here(tmp_path / wire, steps=30, method=method, wire=wire) for wire in reversed(WIRES))
+    assert half.config["wire"] != whole.config["wire"]
+    losses, expected = half.series("train/loss").tolist(), whole.series("train/loss").tolist()
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_the_twin_in_bfloat16_follows_the_parameters_and_feeds_the_buffers() -> None:

@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHOD
     "clip": {"clip": 0.1},
     "no momentum": {"momentum": 0.0},
     "bfloat16": {"precision": "bfloat16"},
+    "values as bfloat16": {"wire": "bfloat16"},
     "dgc with all": {"method": "dgc(clip=1.0, warmup_steps=10)"},
     "iwp with momentum": {"method": "iwp(momentum=0.9, stochastic=True, num_broadcasters=2)", "model": "dropout"},
     "iwp per layer": {"method": "iwp(per_layer=True)"},
@@ -53,7 +54,13 @@ def test_virtual_workers_go_on_as_if_never_stopped(tmp_path: Path, variant: str)
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "micro", "model": "dropout"}, {"method": "dgc"}, {"method": "iwp", "optimizer": "adamw", "lr": 0.01}],
+    [
+        {"method": "micro", "model": "dropout"},
+        {"method": "dgc"},
+        {"method": "iwp", "optimizer": "adamw", "lr": 0.01},
+        # the model is small enough for one bucket
+        {"method": "union", "scope": "bucket"},
+    ],
     ids=lambda options: options["method"],
 )
 def test_processes_go_on_as_if_never_stopped(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -49,6 +49,8 @@ OTHERS: dict[str, Any] = {
     "weight_decay": 0.5,
     "clip": 1.0,
     "precision": "bfloat16",
+    "scope": "bucket",
+    "wire": "bfloat16",
     "eval_every": 2.0,
     "eval_examples": 10,
     "checkpoint_every": 3,

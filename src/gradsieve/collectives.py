@@ -1,12 +1,13 @@
 """The only caller of `torch.distributed`, and its twin for ranks that share a process.
 
-Every collective is a coroutine. Over a process group it runs through without suspending; in process it suspends
-until every rank has arrived (`lockstep`). So a step is written once, for one rank, and reads the same in both.
+Every collective is a coroutine. Over a process group it runs through without suspending, or suspends while it is under
+way (`OverlappedCollectives`); in process it suspends until every rank has arrived (`lockstep`). So a step is written
+once, for one rank, and reads the same in all.
 
-Bytes are counted here, where they are handed over: the input of an all-gather or all-reduce, and of a broadcast
-at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms that process
-groups use. All ranks bring the same shape, so an empty message is no message. Results may be shared between ranks:
-read them, do not write into them.
+Bytes are counted here, where they are handed over: the input of an all-gather, all-reduce or all-to-all, and of a
+broadcast at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms
+that process groups use. All ranks bring the same shape, so an empty message is no message. Results may be shared
+between ranks: read them, do not write into them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,14 @@ class Collectives(ABC):
         with self._handing_over(own, times_through_link=2 * (self.world - 1) / self.world):
             return await self._all_reduce(tensor)
 
+    async def all_to_all(self, tensor: Tensor) -> Tensor:
+        """What each rank has for this one, by rank: of a tensor `[world, ...]`, row r is for rank r."""
+        own = self._own(tensor)
+        if own.numel() == 0:
+            return tensor
+        with self._handing_over(own, times_through_link=(self.world - 1) / self.world):
+            return await self._all_to_all(tensor)
+
     async def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source`; the others bring one of the same shape."""
         if tensor.numel() == 0:
@@ -68,18 +77,14 @@ class Collectives(ABC):
         with self._handing_over(tensor, times_through_link=min(1, self.world - 1), own=self.rank == source):
             return await self._broadcast(tensor, source)
 
-    async def gather_pieces(self, own: Tensor, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
-        """The tensors of the ranks in `sources`, whose lengths everyone knows.
+    async def gather_pieces(self, own: Tensor, sources: Sequence[int]) -> list[Tensor]:
+        """The tensors of the ranks in `sources`; all ranks bring one of the same shape.
 
-        Where all ranks bring one, an all-gather, padded to the longest; where few do, a broadcast from each.
+        An all-gather where all of them count; where few do, a broadcast from each.
         """
         if len(sources) == self.world:
-            padded = own.new_zeros(max(counts))
-            padded[: len(own)] = own
-            rows = await self.all_gather(padded)
-            return [row[:count] for row, count in zip(rows, counts, strict=True)]
-        messages = [own if rank == self.rank else own.new_empty(counts[rank]) for rank in sources]
-        return [await self.broadcast(message, rank) for message, rank in zip(messages, sources, strict=True)]
+            return list(await self.all_gather(own))
+        return [await self.broadcast(self._brought_by(rank, own), rank) for rank in sources]
 
     async def gather_numbers(self, numbers: Tensor | Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by rank, on the host.
@@ -101,9 +106,17 @@ class Collectives(ABC):
         """What every rank computes alike from what all were told; ranks that share a process compute it once."""
         return compute()
 
+    def own_shard(self, shards: Tensor) -> Tensor:
+        """Of a tensor with a row for each rank, `[world, ...]`, the row for this one, in the same memory."""
+        return shards[self.rank]
+
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a tensor that one rank brings."""
         return tensor
+
+    def _brought_by(self, rank: int, own: Tensor) -> Tensor:
+        """What is handed to a broadcast from `rank`; this rank's own tensor must not be overwritten by another's."""
+        return own if rank == self.rank else torch.empty_like(own)
 
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self.device)
@@ -127,11 +140,16 @@ class Collectives(ABC):
     async def _all_reduce(self, tensor: Tensor) -> Tensor: ...
 
     @abstractmethod
+    async def _all_to_all(self, tensor: Tensor) -> Tensor: ...
+
+    @abstractmethod
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
 
 
 class GroupCollectives(Collectives):
     """Over a process group: gloo or NCCL."""
+
+    _overlaps = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
@@ -139,18 +157,49 @@ class GroupCollectives(Collectives):
 
     async def _all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.world, *tensor.shape))
-        # flat on both sides: gloo takes a concatenation, not a stack
-        _all_gather_into(gathered.view(-1), tensor.reshape(-1), group=self._group)
+        await self._done(
+            _all_gather_into(_as_bytes(gathered), _as_bytes(tensor), group=self._group, async_op=self._overlaps)
+        )
         return gathered
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._group)
+        await self._done(dist.all_reduce(tensor, group=self._group, async_op=self._overlaps))
         return tensor
+
+    async def _all_to_all(self, tensor: Tensor) -> Tensor:
+        arrived = tensor.new_empty(tensor.shape)
+        await self._done(
+            dist.all_to_all_single(_as_bytes(arrived), _as_bytes(tensor), group=self._group, async_op=self._overlaps)
+        )
+        return arrived
 
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         message = tensor.contiguous()
-        dist.broadcast(message, group=self._group, group_src=source)
+        await self._done(dist.broadcast(message, group=self._group, group_src=source, async_op=self._overlaps))
         return message
+
+    async def _done(self, work: Any) -> None:
+        """The end of a collective that was started; here it has ended already."""
+
+
+class OverlappedCollectives(GroupCollectives):
+    """The same, but a collective suspends the coroutine once it is started: whoever drives it does other things
+    meanwhile, and drives every rank's coroutines in the same order.
+    """
+
+    _overlaps = True
+
+    async def _done(self, work: Any) -> None:
+        # what is done meanwhile is not the time of this exchange
+        phase = self.watch.switch(None)
+        await _suspended(work)
+        self.watch.switch(phase)
+        work.wait()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Flat, as gloo takes a concatenation, not a stack; as bytes, as it does not move every type."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class TeamCollectives(Collectives):
@@ -165,23 +214,23 @@ class TeamCollectives(Collectives):
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor[0]
 
+    def _brought_by(self, rank: int, own: Tensor) -> Tensor:
+        return own[rank]
+
+    def own_shard(self, shards: Tensor) -> Tensor:
+        return shards.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
     async def _all_gather(self, tensor: Tensor) -> Tensor:
         return tensor
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.sum(0, dtype=tensor.dtype)
 
+    async def _all_to_all(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1)
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002 - all are here
         return tensor
-
-    async def gather_pieces(self, own: Tensor, counts: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
-        """`own` holds the pieces of all ranks, one after the other."""
-        pieces = torch.split(own, list(counts))
-        if len(sources) < self.world:
-            return [await self.broadcast(pieces[rank], rank) for rank in sources]
-        # what each would hand over is padded to the longest
-        await self.all_gather(own.new_empty(max(counts)).expand(self.world, -1))
-        return list(pieces)
 
 
 class _Offer(NamedTuple):
@@ -210,6 +259,10 @@ class LocalCollectives(Collectives):
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
         return await self._meet(_Offer("all_reduce", tensor))
 
+    async def _all_to_all(self, tensor: Tensor) -> Tensor:
+        met = await self._meet(_Offer("all_to_all", tensor))
+        return met[:, self.rank]
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return await self._meet(_Offer("broadcast", tensor, source))
 
@@ -232,7 +285,7 @@ class LocalCollectives(Collectives):
 
 
 @coroutine
-def _suspended(offer: _Offer | Callable[[], Any]) -> Generator[Any, Any, Any]:
+def _suspended(offer: Any) -> Generator[Any, Any, Any]:
     return (yield offer)
 
 
@@ -289,4 +342,4 @@ def _combined(offers: Sequence[_Offer | Callable[[], Any]], world: int) -> Any:
     if operation == "broadcast":
         return tensors[source]
     stacked = torch.stack(tensors)
-    return stacked if operation == "all_gather" else stacked.sum(0, dtype=stacked.dtype)
+    return stacked.sum(0, dtype=stacked.dtype) if operation == "all_reduce" else stacked

@@ -4,6 +4,10 @@
 Positive float32 numbers sort like their bit patterns, and equal steps in bits are nearly equal steps in the
 logarithm. The search therefore runs on integers: exact, the same on every machine, and it covers every scale
 a gradient can have in the same few rounds.
+
+[Note: fixed shapes]
+Every ladder has the same number of rungs, a step that follows another counts once, and the sizes of messages are known
+two steps before: so a device can run the same rules without asking the host.
 """
 
 from __future__ import annotations
@@ -45,21 +49,19 @@ TINY = float(np.finfo(np.float32).tiny)
 """The smallest normal float32. Entries below it count as zeros, and nobody asks for zeros unless for everything."""
 HUGE_BITS = 0x7F7F_FFFF
 """The largest finite float32."""
-TOLERANCE = 0.03
-"""A count this near the goal, relatively, ends the search."""
-AFFORDABLE = 8
-"""Once at most so many times the goal reach a rung, they are collected, and later rounds look at them alone."""
-TIED_BITS = 64
-"""Thresholds less than a hundred-thousandth apart: what lies between them is tied."""
+TOLERANCE_PERCENT = 3
+"""A count this near the goal passes as it is."""
 NUM_RUNGS = 64
+COLD_ROUNDS = 4
+"""Rounds of counting where no threshold is known from a step before; where one is, a single round settles it."""
 
-# Around the last threshold: steps of 0.2 to 0.4 % for 3 to 6 % each way, where nearly every step of a training run
+# Around the last threshold: steps of 0.2 to 0.4 % for 4 to 8 % each way, where nearly every step of a training run
 # finds its threshold; then coarser, down by 12 to 25 % (lower would let a tenth of the vector pass the first sieve) and
-# up by 33 to 50 %.
-_NEAR = np.arange(-15, 16, dtype=np.int64) << 15
-_FAR_DOWN = -(np.array([64, 44, 30, 21], dtype=np.int64) << 15)
-_FAR_UP = np.array([21, 30, 44, 64, 90, 128], dtype=np.int64) << 15
-_OFFSETS: Bits = np.concatenate([_FAR_DOWN, _NEAR, _FAR_UP])
+# up to any scale, so that after a leap the goal is shared out among few entries more than there were before it.
+_DOWN = [-64, -52, -42, -34, -27]
+_NEAR = range(-20, 21)
+_UP = [27, 34, 42, 52, 64, 80, 100, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 49152]
+OFFSETS: Bits = np.array([*_DOWN, *_NEAR, *_UP], dtype=np.int64) << 15
 
 
 def to_bits(threshold: float) -> int:
@@ -70,71 +72,113 @@ def from_bits(bits: Bits) -> npt.NDArray[np.float32]:
     return bits.astype(np.int32).view(np.float32)
 
 
+def warm_ladder(last_bits: int) -> Bits:
+    """Rungs around the last step's threshold. Where they meet an end of the scale some are alike."""
+    return np.clip(last_bits + OFFSETS, TINY_BITS, HUGE_BITS)
+
+
 def ladder_between(low: int, high: int) -> Bits:
     """Rungs from `low` to `high`, both included."""
-    return np.unique(low + (high - low) * np.arange(NUM_RUNGS, dtype=np.int64) // (NUM_RUNGS - 1))
+    return low + (high - low) * np.arange(NUM_RUNGS, dtype=np.int64) // (NUM_RUNGS - 1)
 
 
-def first_ladder(last: float, floor: float = 0.0) -> Bits:
-    """Rungs of a first round: around the last step's threshold or, if there is none (0), over all scales.
-
-    None below `floor`, unless `last` is: what reaches it has been collected, and below it everything is looked at.
-    """
-    if not last:
-        return ladder_between(TINY_BITS, HUGE_BITS)
-    rungs = np.unique(np.clip(to_bits(last) + _OFFSETS, TINY_BITS, HUGE_BITS))
-    return rungs[rungs >= to_bits(floor)] if floor <= last else rungs
-
-
-def lowest_rung(last: float) -> float:
-    """The lowest threshold that a first round counts at."""
-    return float(from_bits(first_ladder(last))[0])
+def cold_ladder() -> Bits:
+    """Rungs over all scales."""
+    return ladder_between(TINY_BITS, HUGE_BITS)
 
 
 def everything() -> Bits:
-    """The ladder whose only rung lets everything pass."""
-    return np.zeros(1, dtype=np.int64)
+    """Rungs that everything reaches."""
+    return np.zeros(NUM_RUNGS, dtype=np.int64)
+
+
+def lowest_rung(last: float) -> float:
+    """The lowest threshold that a step counts at after one whose threshold was `last`."""
+    return float(from_bits(warm_ladder(to_bits(last)))[0])
 
 
 class Verdict(NamedTuple):
-    """What a round of counting says: a rung of the ladder that was counted or, if there is one, the next ladder."""
+    """The rung of a ladder that entries have to reach."""
 
     rung: int
-    tied: bool = False
-    """More entries than the goal are tied at the rung: the ranks share out the goal among them."""
-    ladder: Bits | None = None
-    affordable: bool = False
-    """Few enough entries reach the next ladder to collect them."""
+    thinned: bool = False
+    """More entries than the goal reach it: the ranks share out the goal among them (`shares`)."""
 
 
-def narrow(ladder: Bits, totals: Sequence[int], goal: int, limit: int) -> Verdict:
-    """Judge the numbers of entries at or above each rung: nearest to `goal`, never above `limit`."""
-    upper = sum(total >= goal for total in totals)
-    lower = upper - 1
-    rungs = [rung for rung in (lower, upper) if 0 <= rung < len(ladder) and totals[rung] <= limit]
-    nearest = min(rungs, key=lambda rung: abs(totals[rung] - goal), default=None)
-    if nearest is not None and abs(totals[nearest] - goal) <= TOLERANCE * goal:
-        return Verdict(nearest)
-    low = int(ladder[lower]) if lower >= 0 else TINY_BITS
-    high = int(ladder[upper]) if upper < len(ladder) else HUGE_BITS
-    if lower < 0 and int(ladder[0]) == TINY_BITS:
-        return Verdict(0)  # fewer entries than the goal are not zero: take them all
-    if high - low <= TIED_BITS and lower >= 0:
-        return Verdict(lower, tied=True)
-    affordable = lower >= 0 and totals[lower] <= AFFORDABLE * goal
-    return Verdict(lower, ladder=ladder_between(low, high), affordable=affordable)
+def settle(totals: Sequence[int], goal: int, limit: int) -> Verdict:
+    """Choose from the numbers of entries at or above each rung: nearest to `goal`, never above `limit`."""
+    near = _near(totals, goal, limit)
+    if near is not None:
+        return Verdict(near)
+    lower = _lower(totals, goal)
+    # where all that reaches the lowest rung is less than the goal, take all of it
+    return Verdict(lower, thinned=True) if lower >= 0 else Verdict(0)
 
 
-def tied_quotas(at_rung: Sequence[int], above_rung: Sequence[int], goal: int) -> tuple[int, ...]:
-    """Share `goal` out among ranks: all that lies above the rung, then of what is tied in proportion.
+def next_ladder(ladder: Bits, totals: Sequence[int], goal: int, limit: int) -> Bits | None:
+    """The ladder of a further round, finer; None where this round will do."""
+    lower = _lower(totals, goal)
+    if lower < 0 or _near(totals, goal, limit) is not None:
+        return None
+    upper = lower + 1
+    return ladder_between(int(ladder[lower]), int(ladder[upper]) if upper < NUM_RUNGS else HUGE_BITS)
 
-    Rounded cumulatively, so the quotas add up to the goal exactly.
+
+def _lower(totals: Sequence[int], goal: int) -> int:
+    """The highest rung that `goal` entries reach; -1 if there is none."""
+    return sum(total >= goal for total in totals) - 1
+
+
+def _near(totals: Sequence[int], goal: int, limit: int) -> int | None:
+    """The rung next to the goal, if it is within the tolerance."""
+    lower = _lower(totals, goal)
+    rungs = [rung for rung in (lower, lower + 1) if 0 <= rung < NUM_RUNGS and totals[rung] <= limit]
+    if not rungs:
+        return None
+    nearest = min(rungs, key=lambda rung: abs(totals[rung] - goal))
+    return nearest if 100 * abs(totals[nearest] - goal) <= TOLERANCE_PERCENT * goal else None
+
+
+def shares(counts: Sequence[int], goal: int) -> tuple[int, ...]:
+    """Share `goal` out among ranks in proportion to their counts.
+
+    Rounded cumulatively, so that the shares add up to the goal exactly.
     """
-    tied = [at - above for at, above in zip(at_rung, above_rung, strict=True)]
-    room = goal - sum(above_rung)
-    borders = [room * seen // max(sum(tied), 1) for seen in accumulate(tied, initial=0)]
-    extra = [stop - start for start, stop in pairwise(borders)]
-    return tuple(above + more for above, more in zip(above_rung, extra, strict=True))
+    total = sum(counts)
+    borders = [goal * seen // total for seen in accumulate(counts, initial=0)]
+    return tuple(stop - start for start, stop in pairwise(borders))
+
+
+def next_threshold(applied: float, proposed: int, goal: int) -> float:
+    """Where the next step looks around, after one in which `proposed` entries reached the `applied` threshold.
+
+    Half of it where that was less than half of the goal: the rungs below a threshold do not reach far.
+    """
+    if 2 * proposed >= goal:
+        return applied
+    return float(from_bits(np.array([max(TINY_BITS, to_bits(applied) - _HALF)]))[0])
+
+
+_HALF = 1 << 23
+"""A factor of two in bits."""
+
+
+LAG = 2
+"""A device works ahead of the host: a step's numbers reach the host, without a wait, only two steps later."""
+RECENT = 4
+"""Steps whose largest proposal is remembered; there is no bound before so many were made."""
+
+
+def room(recent: Sequence[int]) -> int | None:
+    """How many entries of one rank may travel; None where there is no bound yet.
+
+    `recent` holds the largest proposal of any rank in each of the last steps, newest last. Of those that the host can
+    know the last two decide, with room to grow.
+    """
+    if len(recent) < RECENT:
+        return None
+    most = max(recent[-LAG - 1 : 1 - LAG])
+    return most + most // 16 + 4 * math.isqrt(most) + 16
 
 
 def dithered_share(target: int, numel: int, start: int, stop: int, step: int) -> int:

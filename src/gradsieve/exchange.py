@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,18 +9,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradsieve import kernels
-from gradsieve.collectives import Collectives
+from gradsieve import kernels, wire
+from gradsieve.collectives import Collectives, TeamCollectives
+from gradsieve.rounding import rounded_sum
 from gradsieve.types import Agreement, Indices, Proposal, Reduced, Step, View
 
 
 class Exchange:
-    """A rule for reaching a common support; the values at it are all-reduced."""
+    """A rule for reaching a common support; the values at it are averaged."""
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
-        agreement = await self.agree(view.step, proposal, collectives)
+        agreement = await self.agree(view, proposal, collectives)
         values = view.acc[..., agreement.support]
-        mean, dense = await averaged(values, values[..., :0] if view.dense is None else view.dense, collectives)
+        dense, rest = values[..., :0] if view.dense is None else view.dense, None
+        if view.wire == torch.float32:
+            mean, dense = await averaged(values, dense, collectives)
+        else:
+            mean, dense, rest = await averaged_by_wire(values, dense, view.wire, collectives)
         return Reduced(
             indices=agreement.support,
             mean=mean,
@@ -30,9 +34,10 @@ class Exchange:
             counts=agreement.counts,
             thresholds=agreement.thresholds,
             distinct=agreement.distinct,
+            rest=rest,
         )
 
-    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+    async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
         """Reach the support, the same on every rank."""
         raise NotImplementedError
 
@@ -47,11 +52,24 @@ async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> t
     return mean[:num_values], mean[num_values:]
 
 
+async def averaged_by_wire(
+    values: Tensor, dense: Tensor, wire: torch.dtype, collectives: Collectives
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, but the first vector travels as `wire`; and what of this rank's part in it did not travel."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    total, rest = await rounded_sum(values.to(dtype), wire, collectives)
+    dense_total = await collectives.all_reduce(dense.to(dtype, copy=True))
+    mean, dense_mean = await collectives.alike(
+        lambda: (total.to(dtype) / collectives.world, dense_total / collectives.world)
+    )
+    return mean, dense_mean, rest
+
+
 @dataclass(frozen=True)
 class Agreed(Exchange):
     """Every rank proposes the same without a word: no index travels."""
 
-    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+    async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
         assert proposal.counts is not None
         return Agreement(proposal.indices, proposal.counts, proposal.counts[0], proposal.thresholds)
 
@@ -63,76 +81,58 @@ class Disjoint(Exchange):
     in_rotation: bool = True
     """Ranks own contiguous partitions in rotation, so that ordering the ranks orders the support."""
 
-    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+    async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
         counts = await known_counts(proposal, collectives)
-        pieces = await gathered(step, proposal.indices, counts, collectives)
-        support = await collectives.alike(lambda: self._ordered(pieces, step))
+        pieces = await gathered(view, proposal, counts, collectives)
+        support = await collectives.alike(lambda: self._ordered(pieces, view.step))
         return Agreement(support, counts, len(support), proposal.thresholds)
 
     def _ordered(self, pieces: Sequence[Tensor], step: Step) -> Tensor:
         if self.in_rotation:
             pieces = [pieces[(partition - step.index) % step.world] for partition in range(step.world)]
-            return torch.cat(pieces).long()
-        return torch.cat(list(pieces)).long().sort().values
+            return torch.cat(pieces)
+        return torch.cat(list(pieces)).sort().values
 
 
 @dataclass(frozen=True)
 class Union(Exchange):
     """Ranks may propose the same entry: the support is the union of the proposals."""
 
-    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
+    async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
         counts = await known_counts(proposal, collectives)
-        pieces = await gathered(step, proposal.indices, counts, collectives)
-        support = await collectives.alike(lambda: kernels.merged(torch.cat(list(pieces))).long())
+        pieces = await gathered(view, proposal, counts, collectives)
+        support = await collectives.alike(lambda: kernels.merged(torch.cat(list(pieces))))
         return Agreement(support, counts, len(support), proposal.thresholds)
 
 
 @dataclass(frozen=True)
 class SteeredUnion(Union):
-    """A union of the target's size.
+    """A union of about the target's size.
 
-    How far proposals overlap is known only once they are there. Where they overlap more than in the step before the
-    union falls short, and the ranks propose more; where less, it is cut, and what is left out stays in the residual.
+    How far proposals overlap is known only once they are there. Where they overlap less than in the step before the
+    union is too large: it is cut, and what is left out stays in the residual. Where more, it falls short once, and the
+    next step proposes more.
     """
 
     ceiling: float
-    tolerance: float = 0.05
-    """How far from the target, relatively, the union may be without either."""
+    tolerance_percent: int = 5
+    """How far above the target the union may be without a cut."""
 
-    async def agree(self, step: Step, proposal: Proposal, collectives: Collectives) -> Agreement:
-        agreement = await super().agree(step, proposal, collectives)
-        # new entries per proposal
-        gain = agreement.distinct / sum(agreement.counts) if agreement.distinct else 1.0
-        while proposal.more is not None and agreement.distinct < (1 - self.tolerance) * step.target:
-            proposal = await proposal.more(math.ceil((step.target - agreement.distinct) / gain))
-            more = await super().agree(step, proposal, collectives)
-            if not sum(more.counts):
-                break  # nothing is left but zeros
-            support = await collectives.alike(partial(_joint, agreement.support, more.support))
-            extended = _extended(agreement, more, support)
-            # at the least, every proposer proposes the same
-            new = extended.distinct - agreement.distinct
-            gain = max(new / sum(more.counts), 1 / len(step.proposers))
-            agreement = extended
-        support = await collectives.alike(partial(self._cut, agreement.support, step))
+    async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
+        agreement = await super().agree(view, proposal, collectives)
+        support = await collectives.alike(partial(self._cut, agreement.support, view.step))
         return agreement._replace(support=support)
+
+    @property
+    def percent(self) -> int:
+        """The largest union that is not cut, in per cent of the target."""
+        return min(100 + self.tolerance_percent, int(100 * self.ceiling))
 
     def _cut(self, support: Indices, step: Step) -> Tensor:
         assert isinstance(support, Tensor)
-        if len(support) <= min(1 + self.tolerance, self.ceiling) * step.target:
+        if 100 * len(support) <= self.percent * step.target:
             return support
         return kernels.thinned(support, step.target)
-
-
-def _joint(first: Indices, second: Indices) -> Tensor:
-    assert isinstance(first, Tensor)
-    assert isinstance(second, Tensor)
-    return kernels.merged(torch.cat([first, second]))
-
-
-def _extended(first: Agreement, second: Agreement, support: Tensor) -> Agreement:
-    counts = tuple(a + b for a, b in zip(first.counts, second.counts, strict=True))
-    return Agreement(support, counts, len(support), second.thresholds)
 
 
 async def known_counts(proposal: Proposal, collectives: Collectives) -> tuple[int, ...]:
@@ -144,10 +144,29 @@ async def known_counts(proposal: Proposal, collectives: Collectives) -> tuple[in
     return tuple(row[0] for row in rows)
 
 
-async def gathered(
-    step: Step, proposed: Indices, counts: tuple[int, ...], collectives: Collectives
-) -> Sequence[Tensor]:
-    """The proposals of all proposers, by rank, as they travel."""
-    assert isinstance(proposed, Tensor)
-    own = proposed.to(torch.int32 if step.numel <= torch.iinfo(torch.int32).max else torch.int64)
-    return await collectives.gather_pieces(own, counts, step.proposers)
+async def gathered(view: View, proposal: Proposal, counts: Sequence[int], collectives: Collectives) -> Sequence[Tensor]:
+    """The proposals of all proposers, by rank, once they have travelled (`wire`)."""
+    step, territory = view.step, view.territory
+    own, room = proposal.indices, proposal.room
+    assert isinstance(own, Tensor)
+    if room is not None and max(counts) > room:
+        pieces = torch.split(own, list(counts)) if isinstance(collectives, TeamCollectives) else [own]
+        own = torch.cat([kernels.thinned(piece, room) for piece in pieces])
+        counts = [min(count, room) for count in counts]
+    most = max(counts[rank] for rank in step.proposers)
+    if most == 0:
+        return [own[:0] for _ in step.proposers]
+    # of one size, which all ranks know without a word
+    shape = wire.Shape.of(most, territory.extent)
+    if isinstance(collectives, TeamCollectives):
+        # what would travel is there already; only its bytes are to be counted
+        unwritten = torch.empty(shape.num_bytes, dtype=torch.uint8, device=own.device).expand(step.world, -1)
+        await collectives.gather_pieces(unwritten, step.proposers)
+        pieces = torch.split(own, list(counts))
+        return [pieces[rank] for rank in step.proposers]
+    if step.proposes:
+        message = wire.encode(own, territory.origin, shape)
+    else:
+        message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=own.device)
+    messages = await collectives.gather_pieces(message, step.proposers)
+    return await collectives.alike(lambda: [wire.decode(each, shape, stop=step.numel).indices for each in messages])

@@ -1,17 +1,22 @@
 """`sparsify`: a method on a DistributedDataParallel model, as its communication hook.
 
-[Note: one exchange a step]
+[Note: one part or many]
 DDP calls the hook for each bucket, in the same order on every rank, while backward goes on. Each call accumulates and
-scans its bucket and returns a finished future that holds the bucket's own buffer. The call for the last bucket does
-the exchange for the whole model and writes the means into all buffers in place; DDP reads them only afterwards. So all
-collectives start from one place in one order, and the state never depends on what is in which bucket.
+scans its bucket and returns a finished future that holds the bucket's own buffer; DDP reads the buffers only after the
+last call, which returns once the means are in all of them.
+
+With scope="model" the last call does one exchange for the whole model, and the state never depends on what is in which
+bucket. With scope="bucket" each call starts the exchange of its bucket, which is suspended whenever a collective is
+under way, and takes those of earlier buckets on to their next collective; the last call takes all to their end. Either
+way collectives start from the hook only, in an order that follows from the numbers of buckets and of collectives, which
+all ranks share.
 """
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations and refuses strings.
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +24,18 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.collectives import GroupCollectives, run
-from gradsieve.layout import (
-    Exclude,
-    Layout,
-    Slot,
-    excluded_names,
-    fewer_than_two_dimensions,
-    flattened,
-    write_back,
-)
+from gradsieve.checks import check_choice
+from gradsieve.collectives import GroupCollectives, OverlappedCollectives
+from gradsieve.layout import Exclude, Layout, excluded_names, fewer_than_two_dimensions
 from gradsieve.methods import Method
-from gradsieve.pipeline import PendingStats, Worker
-from gradsieve.types import Setup, Span, StepStats
+from gradsieve.part import Part, Parts
+from gradsieve.pipeline import PendingStats, Worker, summed
+from gradsieve.rounding import wire_dtype
+from gradsieve.types import Setup, StepStats
 
-STATE_VERSION = 1
+Scope = Literal["model", "bucket"]
+
+STATE_VERSION = 2
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -42,20 +44,26 @@ def sparsify(
     ddp_model: DistributedDataParallel,
     method: Method,
     *,
+    scope: Scope = "model",
     exclude: Exclude = fewer_than_two_dimensions,
     residual_dtype: torch.dtype = torch.float32,
+    wire: str = "float32",
     seed: int = 0,
 ) -> "Sieve":
     """Average the gradients of a DDP model by `method` from now on.
 
-    Call it once, after wrapping the model and before the first backward, alike on every rank. Parameters that
-    `exclude` names (shell patterns such as `"*.bias"`, or a predicate of name and parameter) travel whole in the same
-    step, outside the density; by default those of fewer than two dimensions, `()` for none. `residual_dtype` is how
-    the unsent part is kept; `seed` feeds methods that draw at random.
+    Call it once, after wrapping the model and before the first backward, alike on every rank. With `scope="model"` the
+    whole model is exchanged as one at the end of backward; with `scope="bucket"` each of DDP's buckets by itself, with
+    its own budget, while backward goes on. Parameters that `exclude` names (shell patterns such as `"*.bias"`, or a
+    predicate of name and parameter) travel whole in the same step, outside the density; by default those of fewer than
+    two dimensions, `()` for none. `residual_dtype` is how the unsent part is kept; `wire="bfloat16"` sends values in
+    half the bits, and what rounding leaves out stays in the residual; `seed` feeds methods that draw at random.
 
         sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))
     """
     _check_arguments(ddp_model, method, residual_dtype)
+    _check_scope(scope, method)
+    travels_as = wire_dtype(wire)
     named = [
         (name, parameter)
         for name, parameter in ddp_model.module.named_parameters()
@@ -68,7 +76,7 @@ def sparsify(
             f"all {len(named)} trainable parameters are excluded or empty, so nothing is left to sparsify: "
             "give a narrower exclude=, or exclude=() to exclude none"
         )
-    sieve = Sieve(ddp_model, method, layout, residual_dtype, seed)
+    sieve = Sieve(ddp_model, method, layout, scope, residual_dtype, travels_as, seed)
     ddp_model.register_comm_hook(sieve, _hook)
     return sieve
 
@@ -85,30 +93,37 @@ class Sieve:
         ddp_model: DistributedDataParallel,
         method: Method,
         layout: Layout,
+        scope: Scope,
         residual_dtype: torch.dtype,
+        wire: torch.dtype,
         seed: int,
     ) -> None:
-        group, device = ddp_model.process_group, layout.sparse[0].parameter.device
-        collectives = GroupCollectives(group, device)
-        setup = Setup(collectives.world, layout.numel, layout.bounds)
         self.method = method
-        self._group = group
+        self.scope = scope
+        self._group = ddp_model.process_group
         self._layout = layout
-        self._worker = Worker(method, setup, collectives, seed=seed, dtype=residual_dtype)
-        self._gradients: list[tuple[Slot, Tensor]] = []
-        self._pending: PendingStats | None = None
-        self._paused = False
-        self._dense_step = False
+        self._residual_dtype = residual_dtype
+        self._wire = wire
         self._used: set[Tensor] | None = None
         if ddp_model.find_unused_parameters or ddp_model.static_graph:
             self._watch_use()
+        self._parts = Parts(layout, self._part, seed)
+        self._running: list[Coroutine[Any, Any, PendingStats]] = []
+        """Exchanges under way, the oldest first."""
+        self._ended: list[PendingStats] = []
+        """Of those of this step that have ended."""
+        self._pending: list[PendingStats] = []
+        """Of all of the last step."""
+        self._paused = False
+        self._dense_step = False
 
     @property
     def stats(self) -> StepStats | None:
         """The record of the last sparsified step; None before the first. On CUDA, waits for that step to end."""
-        if self._pending is None:
+        if not self._pending:
             return None
-        return replace(self._pending.read(), dense_numel=self._layout.dense_numel)
+        record = summed([pending.read() for pending in self._pending])
+        return replace(record, dense_numel=self._layout.dense_numel)
 
     @property
     def paused(self) -> bool:
@@ -125,58 +140,60 @@ class Sieve:
 
     def residuals(self) -> dict[str, Tensor]:
         """A copy of what this rank has not sent yet, by the name of each sparsified parameter."""
-        return self._layout.by_name(self._worker.residual.acc)
+        return self._parts.residuals()
 
     def residual_norm(self) -> float:
         """The L2 norm of what this rank has not sent yet. On CUDA, waits for the last step to end."""
-        return self._worker.residual.norm()
+        return self._parts.residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of this rank's state. Every rank has its own: save and load all of them."""
-        velocity = self._worker.residual.velocity
-        return {
-            "version": STATE_VERSION,
-            "rank": self._worker.collectives.rank,
-            "world": self._worker.setup.world,
-            "method": repr(self.method),
-            "learned": self._worker.state_dict(),
-            "residuals": self.residuals(),
-            "velocities": {} if velocity is None else self._layout.by_name(velocity),
+        return self._origin() | {
+            "learned": self._parts.learned(),
+            "residuals": self._parts.residuals(),
+            "velocities": self._parts.velocities(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that the same rank of an equal run saved."""
+        """Go on from a state that the same rank of an equal run saved.
+
+        By bucket, what was learned is taken up where DDP makes the same buckets as then; what was not sent yet, always.
+        """
         self._check_state(state)
-        self._worker.load_state_dict(state["learned"])
-        self._layout.fill(self._worker.residual.acc, state["residuals"])
-        if self._worker.residual.velocity is not None:
-            self._layout.fill(self._worker.residual.velocity, state["velocities"])
+        self._parts.load(state["learned"], state["residuals"], state["velocities"])
 
     def __repr__(self) -> str:
-        layout, rank = self._layout, self._worker.collectives.rank
+        rank, world = self._group.rank(), self._group.size()
         return (
-            f"Sieve({self.method!r}, rank {rank} of {self._worker.setup.world}, {layout.numel} entries sparsified, "
-            f"{layout.dense_numel} dense{', paused' if self._paused else ''})"
+            f"Sieve({self.method!r}, rank {rank} of {world}, {self._layout.numel} entries sparsified, "
+            f"{self._layout.dense_numel} dense, by {self.scope}{', paused' if self._paused else ''})"
         )
+
+    def _part(self, layout: Layout, seed: int) -> Part:
+        kind = OverlappedCollectives if self.scope == "bucket" else GroupCollectives
+        collectives = kind(self._group, self._layout.sparse[0].parameter.device)
+        setup = Setup(collectives.world, layout.numel, layout.bounds)
+        worker = Worker(self.method, setup, collectives, seed=seed, dtype=self._residual_dtype, wire=self._wire)
+        return Part(layout, worker, self._used)
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._begin()
-        if self._dense_step:
-            if bucket.is_last() and self._used is not None:
-                self._used.clear()
-            return allreduce_hook(self._group, bucket)
-        self._take(bucket)
+        if not self._dense_step:
+            self._take(bucket)
         if bucket.is_last():
-            self._finish()
-        return _finished(bucket.buffer())
+            self._end()
+        return allreduce_hook(self._group, bucket) if self._dense_step else _finished(bucket.buffer())
 
     def _begin(self) -> None:
         # a step is dense or sparse as a whole, even if pause() is called while it runs
         self._dense_step = self._paused
-        self._gradients = []
+        # of a step that an error in backward ended
+        for exchange in self._running:
+            exchange.close()
+        self._running, self._ended = [], []
         if not self._dense_step:
-            self._worker.begin(self._layout.flat_parameters)
+            self._parts.begin()
 
     def _take(self, bucket: GradBucket) -> None:
         if bucket.buffer().is_sparse:
@@ -184,71 +201,56 @@ class Sieve:
                 "gradsieve cannot take sparse gradients (nn.Embedding(sparse=True)): use sparse=False, "
                 "or leave the layer out of DDP"
             )
-        arrived = [
-            (self._layout.slot(parameter), flattened(gradient))
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        ]
-        self._gradients += arrived
-        if self.method.feedback.clip is None:
-            self._feed(arrived)
+        parameters = bucket.parameters()
+        by_bucket = self.scope == "bucket"
+        part = self._parts.of(self._layout.names_of(parameters) if by_bucket else self._layout.names)
+        part.take(parameters, bucket.gradients())
+        if by_bucket or bucket.is_last():
+            self._running.append(part.exchange())
+            self._advance()
 
-    def _feed(self, arrived: list[tuple[Slot, Tensor]], factor: Tensor | None = None) -> None:
-        for slot, gradient in arrived:
-            if factor is not None:
-                gradient.mul_(factor)
-            if slot.sparse:
-                self._worker.feed(slot.start, gradient)
+    def _advance(self) -> None:
+        """Take each exchange on to its next collective, the oldest first."""
+        for exchange in list(self._running):
+            try:
+                exchange.send(None)
+            except StopIteration as stop:
+                self._running.remove(exchange)
+                self._ended.append(stop.value)
 
-    def _finish(self) -> None:
-        if self.method.feedback.clip is not None:
-            # the norm is that of the whole gradient, so nothing could be fed before it was there
-            gradients = [gradient for _, gradient in self._gradients]
-            self._feed(self._gradients, self.method.feedback.clip_factor(gradients, self._worker.setup.world))
-        reduced = run(self._worker.exchange(self._dense_message()))
-        self._pending = self._worker.finish(reduced, self._unapplied(reduced.dense))
-        write_back(reduced, self._gradients, self._layout)
-        self._gradients = []
-
-    def _dense_message(self) -> Tensor:
-        """The excluded gradients and, where parameters may go unused, a flag for each sparsified one."""
-        acc = self._worker.residual.acc
-        message = acc.new_zeros(self._layout.dense_numel, dtype=torch.promote_types(acc.dtype, torch.float32))
-        for slot, gradient in self._gradients:
-            if not slot.sparse:
-                message[slot.start : slot.stop] = gradient
-        if self._used is None:
-            return message
-        flags = [float(slot.parameter in self._used) for slot in self._layout.sparse]
-        return torch.cat([message, message.new_tensor(flags)])
-
-    def _unapplied(self, dense: Tensor) -> list[Span]:
-        """Parameters that no rank used: DDP leaves their gradients alone, so what was sent for them is not lost."""
-        if self._used is None:
-            return []
-        self._used.clear()
-        flags = dense[self._layout.dense_numel :].tolist()
-        return [slot.span for slot, flag in zip(self._layout.sparse, flags, strict=True) if flag == 0]
+    def _end(self) -> None:
+        if not self._dense_step:
+            while self._running:
+                self._advance()
+            self._pending = self._ended
+            self._parts.step += 1
+        if self._used is not None:
+            self._used.clear()
 
     def _watch_use(self) -> None:
         used = self._used = set()
         for slot in self._layout.sparse:
             slot.parameter.register_hook(_noting(used, slot.parameter))  # type: ignore[no-untyped-call]
 
+    def _origin(self) -> dict[str, Any]:
+        """Where a state comes from: what must be the same where it is loaded."""
+        return {
+            "version": STATE_VERSION,
+            "rank": self._group.rank(),
+            "world": self._group.size(),
+            "method": repr(self.method),
+            "scope": self.scope,
+        }
+
     def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"learned", "residuals", "velocities"} - state.keys())
         if missing:
             raise ValueError(f"this state lacks {', '.join(missing)}: give what Sieve.state_dict() returned, whole")
-        expected = {
-            "version": STATE_VERSION,
-            "rank": self._worker.collectives.rank,
-            "world": self._worker.setup.world,
-            "method": repr(self.method),
-        }
-        for key, value in expected.items():
+        for key, value in self._origin().items():
             if state.get(key) != value:
                 raise ValueError(
                     f"this state was saved with {key} {state.get(key)!r}, but here {key} is {value!r}: "
-                    "load each rank's own state, into the same method and world"
+                    "load each rank's own state, into the same method, world and scope"
                 )
         ours = {slot.name: tuple(slot.parameter.shape) for slot in self._layout.sparse}
         theirs = {name: tuple(tensor.shape) for name, tensor in state["residuals"].items()}
@@ -290,6 +292,15 @@ def _check_arguments(ddp_model: Any, method: Any, residual_dtype: torch.dtype) -
         raise RuntimeError(
             "this model has a communication hook already, and DDP takes one: make one sieve per model, and use "
             "sieve.pause() to go dense for a while"
+        )
+
+
+def _check_scope(scope: Any, method: Method) -> None:
+    check_choice("scope", scope, get_args(Scope))
+    if scope == "bucket" and method.feedback.clip is not None:
+        raise ValueError(
+            f"clip={method.feedback.clip} bounds the norm of the whole gradient, which no bucket knows: "
+            'use scope="model", or clip the averaged gradient in place of it'
         )
 
 

@@ -6,7 +6,7 @@ first iterations, and nothing here notices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
@@ -63,7 +63,19 @@ class Layout:
         self.numel = self.sparse[-1].stop if self.sparse else 0
         self.dense_numel = self.dense[-1].stop if self.dense else 0
         self.bounds = (0, *(slot.stop for slot in self.sparse))
+        self.names = tuple(name for name, _ in named)
+        self._named = dict(named)
+        self._excluded = excluded
         self._slots = {slot.parameter: slot for slot in (*self.sparse, *self.dense)}
+        self._places: dict[Tensor, int] = {parameter: place for place, (_, parameter) in enumerate(named)}
+
+    def names_of(self, parameters: Iterable[Tensor]) -> tuple[str, ...]:
+        """The names of some of the parameters, in the order of the model."""
+        return tuple(self.names[place] for place in sorted(self._places[parameter] for parameter in parameters))
+
+    def part(self, names: Sequence[str]) -> Layout:
+        """The layout of some of the parameters by themselves."""
+        return Layout([(name, self._named[name]) for name in names], self._excluded)
 
     def slot(self, parameter: Tensor) -> Slot:
         assert isinstance(parameter, nn.Parameter)
@@ -73,14 +85,18 @@ class Layout:
         """The sparsified parameters, in a new flat vector."""
         return torch.cat([flattened(slot.parameter.detach()) for slot in self.sparse])
 
-    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        """A copy of a flat vector of the sparsified kind, cut into the parameters' shapes."""
-        return {slot.name: shaped(vector[slot.start : slot.stop], slot.parameter).clone() for slot in self.sparse}
+    def cut(self, vector: Tensor) -> dict[str, Tensor]:
+        """A flat vector of the sparsified kind in the parameters' shapes, by name, in the same memory."""
+        return {slot.name: shaped(vector[slot.start : slot.stop], slot.parameter) for slot in self.sparse}
 
-    def fill(self, vector: Tensor, named: dict[str, Tensor]) -> None:
+    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """The same as a copy."""
+        return {name: stretch.clone() for name, stretch in self.cut(vector).items()}
+
+    def fill(self, vector: Tensor, named: Mapping[str, Tensor]) -> None:
         """The inverse of `by_name`."""
-        for slot in self.sparse:
-            shaped(vector[slot.start : slot.stop], slot.parameter).copy_(named[slot.name])
+        for name, stretch in self.cut(vector).items():
+            stretch.copy_(named[name])
 
 
 def _placed(named: Iterable[tuple[str, nn.Parameter]], *, sparse: bool) -> list[Slot]:

@@ -19,6 +19,12 @@ from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
 from gradsieve.weights import Weights
 
+SUMMED = (
+    *("numel", "target", "support", "wire_bytes", "link_bytes", "num_messages", "dense_numel", "dense_bytes"),
+    *("select_seconds", "exchange_seconds"),
+)
+"""The fields of a record that add up over the parts of a model."""
+
 
 class Learned(NamedTuple):
     """What a method's parts learned so far; alike on every rank."""
@@ -51,6 +57,7 @@ class Worker:
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        wire: torch.dtype = torch.float32,
         residual: Residual | None = None,
     ) -> None:
         method.proposers.check(setup.world)
@@ -59,6 +66,7 @@ class Worker:
         self.setup = setup
         self.collectives = collectives
         self.seed = seed
+        self.wire = wire
         self.step = 0
         self.residual = residual or Residual.zeros((setup.numel,), method.feedback, collectives.device, dtype)
         self.learned = Learned(method.region.start(setup), method.criterion.start(setup))
@@ -72,7 +80,7 @@ class Worker:
         step = self._now()
         territory = self.method.region.known(self.learned.region, step) or Territory((), ())
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
-        self.view = View(step, self.residual.acc, weights, territory)
+        self.view = View(step, self.residual.acc, weights, territory, wire=self.wire)
         self._found: list[Any] = []
 
     def feed(self, start: int, gradient: Tensor) -> None:
@@ -97,7 +105,7 @@ class Worker:
         `unapplied` are spans whose mean nobody applies: what was sent there stays in the residual.
         """
         with self.residual.keeping(unapplied):
-            self.residual.clear(reduced.sent)
+            self.residual.clear(reduced.sent, reduced.rest)
         self.learn(reduced)
         return PendingStats(self.view.step, reduced, self.collectives)
 
@@ -167,7 +175,7 @@ class Team:
         collectives.watch.switch("select")
         self._residual.add(0, gradients)
         reduced = run(self._exchange([worker.view for worker in self._workers], dense))
-        self._residual.clear(reduced.sent)
+        self._residual.clear(reduced.sent, reduced.rest)
         first.learn(reduced)
         for worker in self._workers[1:]:
             worker.learned, worker.step = first.learned, first.step
@@ -215,6 +223,21 @@ class PendingStats:
             select_seconds=seconds.get("select", 0.0),
             exchange_seconds=seconds.get("exchange", 0.0),
         )
+
+
+def summed(records: Sequence[StepStats]) -> StepStats:
+    """One record of a step whose parts were exchanged each on its own."""
+    counts = tuple(map(sum, zip(*(record.counts for record in records), strict=True)))
+    thresholds = [record.threshold for record in records if record.threshold is not None]
+    totals = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
+    return replace(
+        records[0],
+        **totals,
+        density=totals["support"] / totals["numel"] if totals["numel"] else 0.0,
+        threshold=_typical(thresholds),
+        counts=counts,
+        imbalance=imbalance(counts),
+    )
 
 
 def _typical(thresholds: Sequence[float]) -> float | None:

@@ -54,7 +54,7 @@ class Whole(Region):
 
     def known(self, state: Any, step: Step) -> Territory:
         quotas = tuple(step.target if rank in step.proposers else 0 for rank in range(step.world))
-        return Territory((Span(0, step.numel, step.target),), quotas)
+        return Territory((Span(0, step.numel, step.target),), quotas, extent=step.numel)
 
 
 def rotated(parts: Sequence[T], step: Step) -> list[T]:
@@ -67,7 +67,8 @@ def exclusive(borders: Sequence[int], step: Step) -> Territory:
     worth = [step.target * border // max(step.numel, 1) for border in borders]
     parts = [Span(borders[p], borders[p + 1], worth[p + 1] - worth[p]) for p in range(step.world)]
     owned = rotated(parts, step)
-    return Territory((owned[step.rank],), tuple(span.quota for span in owned))
+    own, widest = owned[step.rank], max(part.stop - part.start for part in parts)
+    return Territory((own,), tuple(span.quota for span in owned), own.start, widest)
 
 
 def even_borders(numel: int, world: int) -> list[int]:
@@ -145,9 +146,12 @@ class SteppingBlocks(Region):
 
 
 class Loads(NamedTuple):
-    """How many entries each block lately yielded, a running mean in fixed point; all zero at the start."""
+    """How many entries each block lately yielded, in fixed point; all zero at the start."""
 
     loads: Tensor
+    """A running mean."""
+    waiting: Tensor
+    """Of the last step: not in the mean yet, because a device's numbers reach the host late (`control.LAG`)."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ class BalancedBlocks(Region):
     """Exclusive partitions of equal load: the borders split what the blocks lately yielded into equal parts.
 
     Every rank learns the whole support in each step, so the load of a block costs no message. Borders may fall
-    inside a block. The arithmetic is on integers, because ranks must agree on every border.
+    inside a block. The arithmetic is on integers, because ranks must agree on every border. A step's borders know the
+    yields of all steps but the last one.
     """
 
     num_blocks: int = 1024
@@ -169,7 +174,7 @@ class BalancedBlocks(Region):
         return max(1, -(-numel // self.num_blocks))
 
     def start(self, setup: Setup) -> Loads:
-        return Loads(torch.zeros(self.num_blocks, dtype=torch.int64))
+        return Loads(*torch.zeros(2, self.num_blocks, dtype=torch.int64))
 
     def known(self, state: Loads, step: Step) -> Territory:
         return exclusive(self.borders(state, step.numel, step.world), step)
@@ -191,10 +196,17 @@ class BalancedBlocks(Region):
         if not isinstance(reduced.indices, Tensor):
             return state
         blocks = reduced.indices // self.block_size(step.numel)
-        yielded = torch.bincount(blocks, minlength=self.num_blocks).to(state.loads.device) * self.fixed_point
+        return self.taken_in(state, torch.bincount(blocks, minlength=self.num_blocks).to(state.loads.device))
+
+    def taken_in(self, state: Loads, yields: Tensor) -> Loads:
+        """The state after a step in which the blocks had these yields."""
+        return self.ahead(state)._replace(waiting=yields.long() * self.fixed_point)
+
+    def ahead(self, state: Loads) -> Loads:
+        """The state after a further step, as far as borders go: they do not depend on that step's yields."""
         if not state.loads.any():
-            return Loads(yielded)
-        return Loads(state.loads + (yielded - state.loads) // self.memory)
+            return Loads(state.waiting, state.waiting)
+        return Loads(state.loads + (state.waiting - state.loads) // self.memory, state.waiting)
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,8 @@ class LayerBins(Region):
         shares = norm_shares(sizes, summed, step.target)
         spans = [Span(*piece, share) for piece, share in zip(pieces, shares, strict=True)]
         bins = rotated(packed(spans, step.world), step)
-        return Territory(tuple(bins[step.rank]), tuple(sum(span.quota for span in spans) for spans in bins))
+        quotas = tuple(sum(span.quota for span in spans) for spans in bins)
+        return Territory(tuple(bins[step.rank]), quotas, extent=step.numel)
 
 
 def layer_pieces(setup: Setup) -> list[tuple[int, int]]:

@@ -58,12 +58,15 @@ class Residual:
             update = self.velocity[..., stretch].mul_(self.momentum).add_(update)
         self.acc[..., stretch] += update
 
-    def clear(self, sent: Indices) -> None:
+    def clear(self, sent: Indices, rest: Tensor | None = None) -> None:
+        """Forget what was sent, but for the `rest` of it that did not travel."""
         for _, vector in self.named():
             if isinstance(sent, Tensor):
                 vector.index_fill_(-1, sent, 0)
             else:
                 vector[..., sent] = 0
+        if rest is not None:
+            self.acc[..., sent] = rest.to(self.acc.dtype)
 
     def norm(self) -> float:
         return float(self.acc.float().norm())

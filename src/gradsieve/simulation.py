@@ -14,6 +14,7 @@ from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.methods import Method
 from gradsieve.pipeline import PendingStats, Team, Worker
 from gradsieve.residual import Residual
+from gradsieve.rounding import wire_dtype
 from gradsieve.types import Reduced, Setup, StepStats
 
 Shapes = Sequence[int | Sequence[int]]
@@ -47,6 +48,7 @@ class Simulation:
         seed: int = 0,
         device: torch.device | str = "cpu",
         residual_dtype: torch.dtype = torch.float32,
+        wire: str = "float32",
         as_team: bool | None = None,
     ) -> None:
         if not isinstance(method, Method):
@@ -57,7 +59,14 @@ class Simulation:
         self.method = method
         self._residual = Residual.zeros((world, numel), method.feedback, torch.device(device), residual_dtype)
         self.workers = [
-            Worker(method, setup, LocalCollectives(rank, world, torch.device(device)), seed=seed, residual=row)
+            Worker(
+                method,
+                setup,
+                LocalCollectives(rank, world, torch.device(device)),
+                seed=seed,
+                wire=wire_dtype(wire),
+                residual=row,
+            )
             for rank, row in enumerate(self._residual.rows())
         ]
         # on CUDA a launch costs more than what it does
@@ -155,12 +164,14 @@ def simulate(
     shapes: Shapes | None = None,
     seed: int = 0,
     residual_dtype: torch.dtype = torch.float32,
+    wire: str = "float32",
 ) -> Trace:
     """Run a method on given gradients with N workers in this process.
 
     `gradients` is a tensor `[steps, world, numel]` or an iterable of `[world, numel]`, on CPU or CUDA. `parameters`,
     for methods that look at them, is a flat tensor or an iterable with one per step. `shapes` are the shapes (or
-    sizes) of the model's tensors, in order, for methods that know layers.
+    sizes) of the model's tensors, in order, for methods that know layers. `wire="bfloat16"` sends values in half the
+    bits, and what rounding leaves out stays in the residual.
 
         >>> import torch, gradsieve
         >>> trace = gradsieve.simulate(gradsieve.micro(density=0.01), torch.randn(5, 4, 1000))
@@ -174,7 +185,14 @@ def simulate(
         if simulation is None:
             world, numel = gradient.shape
             simulation = Simulation(
-                method, world, numel, shapes=shapes, seed=seed, device=gradient.device, residual_dtype=residual_dtype
+                method,
+                world,
+                numel,
+                shapes=shapes,
+                seed=seed,
+                device=gradient.device,
+                residual_dtype=residual_dtype,
+                wire=wire,
             )
         weight = next(weights, None)
         if weight is None and parameters is not None:

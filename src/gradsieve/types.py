@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gradsieve.weights import Weights
@@ -68,6 +68,10 @@ class Territory(NamedTuple):
 
     spans: tuple[Span, ...]
     quotas: tuple[int, ...]
+    origin: int = 0
+    """Where the stretch begins that this rank's indices lie in."""
+    extent: int = 0
+    """The length of the longest such stretch of any rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class View:
     """What the criterion's scans of the territory returned."""
     dense: Tensor | None = None
     """What travels whole beside the support (excluded parameters)."""
+    wire: torch.dtype = torch.float32
+    """What values at the support travel as."""
 
 
 class Candidates(NamedTuple):
@@ -102,8 +108,8 @@ class Proposal(NamedTuple):
     """Proposed entries of every rank; None where only the rank itself knows its number."""
     thresholds: tuple[float, ...] = ()
     """What the entries had to reach: one number, or one per group of entries; none where there is no threshold."""
-    more: Callable[[int], Awaitable[Proposal]] | None = None
-    """Proposes further entries, about so many over all ranks; alike on every rank."""
+    room: int | None = None
+    """At most so many entries of one rank travel, evenly spread over its proposal; None: all of them."""
 
 
 class Agreement(NamedTuple):
@@ -114,7 +120,7 @@ class Agreement(NamedTuple):
     counts: tuple[int, ...]
     """Proposed entries of every rank."""
     distinct: int
-    """Proposed entries, each counted once; more than the support where that was cut."""
+    """Entries that travelled, each counted once; more than the support where that was cut."""
     thresholds: tuple[float, ...]
 
 
@@ -136,6 +142,9 @@ class Reduced(NamedTuple):
     thresholds: tuple[float, ...]
     distinct: int
     """As in `Agreement`."""
+    rest: Tensor | None = None
+    """What of this rank's values at `sent` did not travel; None where they travelled whole. A team's has a row for each
+    rank."""
 
     @property
     def support(self) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `gradsieve train`, `compare`, `report`, `demo`."""
+"""The command line: `gradsieve train`, `compare`, `report`, `demo`, `bench`."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import typer
 
 from gradsieve import __version__
 from gradsieve.checks import UsageError
+from gradsieve.cli.bench import bench
 from gradsieve.cli.compare import compare
 from gradsieve.cli.demo import demo
 from gradsieve.cli.display import INTERRUPTED
@@ -36,6 +37,7 @@ app.command()(demo)
 app.command()(takes_train_options(train))
 app.command()(takes_train_options(compare, several=AXES))
 app.command()(report)
+app.add_typer(bench)
 
 
 def _show_version(value: bool) -> None:

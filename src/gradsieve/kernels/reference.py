@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gradsieve.control import STAGE_RATIO
 
+FEW_SCORES = 1 << 13
+"""Up to so many, sorting on the CPU is faster than comparing with each of 64 rungs: each call has its cost."""
 FEW_COMPARISONS = 1 << 26
 """Up to so many, all are compared with all on CUDA, for a histogram makes the host wait."""
 
@@ -34,8 +36,11 @@ def at_least(scores: Tensor, threshold: float, count: int | None = None) -> Tens
 def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
     """Number of scores that reach each of the ascending `rungs`, in the sense of `at_least`."""
     if scores.device.type == "cpu":
-        # comparing with every rung is four times as fast as torch.bucketize, which searches for each score
+        # comparing with every rung is four times as fast as sorting many or as torch.bucketize, which searches for each
         values = scores.numpy()
+        if len(values) <= FEW_SCORES:
+            # what is not a number is sorted last
+            return torch.from_numpy(len(values) - np.searchsorted(np.sort(values), rungs.numpy()))
         return torch.tensor([len(values) - np.count_nonzero(values < rung) for rung in rungs.numpy()])
     if len(scores) * len(rungs) <= FEW_COMPARISONS:
         missed: Tensor = (scores.unsqueeze(1) < rungs).sum(0)

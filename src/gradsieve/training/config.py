@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest
+from gradsieve.hook import Scope
 from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
 
 Check: TypeAlias = Callable[[str, Any], None]
@@ -37,6 +38,7 @@ _COUNT = partial(check_whole, at_least=1)
 _COUNT_OR_NONE = partial(check_whole, at_least=0)
 
 Precision = Literal["float32", "bfloat16"]
+Wire = Literal["float32", "bfloat16"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
 
@@ -74,6 +76,10 @@ class TrainConfig:
     weight_decay: float | None = _option(None, "Of the optimizer.", _NOT_NEGATIVE)
     clip: float | None = _option(None, "Largest norm of the averaged gradient.", _POSITIVE)
     precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.", _one_of(Precision))
+    scope: Scope = _option(
+        "model", "What is exchanged as one: the model, or each bucket while backward goes on.", _one_of(Scope)
+    )
+    wire: Wire = _option("float32", "What sparsified values travel as: float32 or bfloat16.", _one_of(Wire))
     eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.", _NOT_NEGATIVE)
     eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.", _COUNT)
     checkpoint_every: int | None = _option(
@@ -91,6 +97,8 @@ class TrainConfig:
                 check(field.name, value)
         if self.workers is not None and self.virtual is not None:
             raise UsageError("workers and virtual exclude one another: processes, or workers in one process")
+        if self.virtual is not None and self.scope == "bucket":
+            raise UsageError("virtual workers have no buckets: leave scope=bucket out, or use processes (workers)")
         self.make_method()
 
     def make_method(self) -> Method:

@@ -62,6 +62,13 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def meeting_point(place: Place, environment: Mapping[str, str]) -> str:
+    """Where the process group of a launcher's workers meets: an init_method of torch.distributed."""
+    # torchrun serves the meeting place itself, and says so in the environment
+    served = place.launcher == "torchrun" and "MASTER_ADDR" in environment
+    return "env://" if served else f"tcp://{place.address}:{place.port}"
+
+
 def _place(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     world = _whole(launcher.world, environment[launcher.world])
     if world < 1:

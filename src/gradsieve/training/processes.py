@@ -30,7 +30,7 @@ class Processes(Engine):
         self._ddp = DistributedDataParallel(
             self.model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
-        self._sieve = sparsify(self._ddp, plan.method, seed=config.seed)
+        self._sieve = sparsify(self._ddp, plan.method, scope=config.scope, wire=config.wire, seed=config.seed)
         assert dist.group.WORLD is not None
         self._collectives = GroupCollectives(dist.group.WORLD, device)
         self._loss = torch.zeros((), device=device)

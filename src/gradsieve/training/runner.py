@@ -18,7 +18,7 @@ from gradsieve.training.checkpoint import checkpoint_of
 from gradsieve.training.config import TrainConfig, from_mapping
 from gradsieve.training.folder import make_writable, new_folder
 from gradsieve.training.launch import launch
-from gradsieve.training.place import Place, find_place
+from gradsieve.training.place import Place, find_place, meeting_point
 from gradsieve.training.plan import Plan, make_plan
 from gradsieve.training.recorder import Sink
 from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out
@@ -73,9 +73,7 @@ def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequ
             f"or start as many"
         )
     plan = checked_plan(config, place.world)
-    # torchrun serves the meeting place itself, and says so in the environment
-    served = place.launcher == "torchrun" and "MASTER_ADDR" in os.environ
-    meeting = "env://" if served else f"tcp://{place.address}:{place.port}"
+    meeting = meeting_point(place, os.environ)
     seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting)
     interruption = Interruption()
     interruption.install()
@@ -101,7 +99,7 @@ def num_workers(config: TrainConfig) -> int:
 
 def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan:
     """The plan of a run, with all found that can be wrong before anything is started."""
-    _check_device(config)
+    check_device(config.device)
     _check_sinks(config)
     plan = make_plan(config, world, task)
     _check_backend(plan.config)
@@ -127,14 +125,15 @@ def _check_backend(config: TrainConfig) -> None:
         raise UsageError(f"backend nccl needs CUDA devices, and the device is {config.device}: give --backend gloo")
 
 
-def _check_device(config: TrainConfig) -> None:
-    if config.device is None:
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not here; None is whatever there is."""
+    if name is None:
         return
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"device must be cpu, cuda or cuda:N, not {config.device!r}") from error
+        raise UsageError(f"device must be cpu, cuda or cuda:N, not {name!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device must be cpu, cuda or cuda:N, not {config.device!r}")
+        raise UsageError(f"device must be cpu, cuda or cuda:N, not {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device {config.device} is not here: this machine has {torch.cuda.device_count()} GPUs")
+        raise UsageError(f"device {name} is not here: this machine has {torch.cuda.device_count()} GPUs")

@@ -151,10 +151,13 @@ def _process_group(config: TrainConfig, seat: Seat) -> Iterator[None]:
 
 
 def backend_for(config: TrainConfig, local_world: int) -> str:
+    """The one that was asked for, or the one that suits the device."""
+    return config.backend or default_backend(str(config.device), local_world)
+
+
+def default_backend(device: str, local_world: int) -> str:
     """NCCL where every process has a GPU of its own, otherwise gloo."""
-    if config.backend is not None:
-        return config.backend
-    on_cuda = str(config.device).startswith("cuda") and dist.is_nccl_available()
+    on_cuda = device.startswith("cuda") and dist.is_nccl_available()
     return "nccl" if on_cuda and local_world <= torch.cuda.device_count() else "gloo"
 
 

@@ -32,6 +32,7 @@ class Virtual(Engine):
             shapes=[slot.parameter.shape for slot in self.layout.sparse],
             seed=plan.config.seed,
             device=device,
+            wire=plan.config.wire,
         )
         kind = GraphedPasses if device.type == "cuda" else Passes
         self._passes = kind(plan, self.model, self.layout, device)

@@ -1,0 +1,217 @@
+"""What a step is measured with: this library's methods, PyTorch's own hooks, and the published way."""
+
+# No `from __future__ import annotations` here: DDP reads a hook's annotations and refuses strings.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsieve.bench.published import PublishedMicro
+from gradsieve.checks import UsageError, nearest
+from gradsieve.hook import sparsify
+from gradsieve.methods import METHODS, Method
+from gradsieve.training.config import make_method, method_label, parse_method
+
+ZERO_LINE, HEADROOM = "plain DDP", "no-op hook"
+"""The first rows of every table: what there is without this library, and what no communication would leave."""
+DEFAULT = (
+    "dense,topk,cltk,hard_threshold,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4),published_micro"
+)
+POWERSGD_START = 2
+"""PowerSGD's first compressed step: the smallest number that its error feedback allows."""
+
+
+class Seen(NamedTuple):
+    """What is known of a step beside its time."""
+
+    wire_bytes: float
+    density: float | None = None
+    select_seconds: float | None = None
+    exchange_seconds: float | None = None
+
+
+Probe: TypeAlias = Callable[[], Seen]
+"""Asked after each step."""
+Attach: TypeAlias = Callable[[DistributedDataParallel], Probe]
+"""Puts a contender on a fresh model."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row."""
+
+    name: str
+    attach: Attach
+    one_bucket_on_gloo: bool = False
+    """Its collectives start from callbacks, whose order gloo does not keep from bucket to bucket."""
+    settle: int = 0
+    """Steps before it does what it is named for."""
+
+
+def contenders(expressions: list[str], density: float, options: Mapping[str, Any]) -> list[Contender]:
+    """The rows of a table: those that every table has, and what was asked for.
+
+    `options` go to `sparsify`.
+    """
+    wanted = [_contender(expression, density, options) for expression in expressions]
+    names = [contender.name for contender in wanted]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise UsageError(f"--methods names {', '.join(repeated)} twice: once is enough")
+    return [Contender(ZERO_LINE, _plain), Contender(HEADROOM, partial(_hooked, None, noop_hook, 0)), *wanted]
+
+
+def _contender(expression: str, density: float, options: Mapping[str, Any]) -> Contender:
+    name, given = parse_method(expression)
+    if name in METHODS:
+        try:
+            # a density within the expression goes before the common one
+            method = make_method(expression, None if name == "dense" or "density" in given else density)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--methods: {error}") from error
+        label = method_label(method) + (f" at {method.density:g}" if "density" in given else "")
+        return Contender(label, partial(_sparsified, method, dict(options)))
+    if name not in OTHERS:
+        raise UsageError(f"--methods: unknown {name!r}; {nearest(name, [*METHODS, *OTHERS])}")
+    return OTHERS[name](given, density)
+
+
+def _plain(model: DistributedDataParallel) -> Probe:
+    return lambda: Seen(4 * _numel(model))
+
+
+def _numel(model: DistributedDataParallel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _hooked(state: Any, hook: Any, bytes_per_entry: int, model: DistributedDataParallel) -> Probe:
+    model.register_comm_hook(model.process_group if state is None else state, hook)
+    return lambda: Seen(bytes_per_entry * _numel(model))
+
+
+def _sparsified(method: Method, options: Mapping[str, Any], model: DistributedDataParallel) -> Probe:
+    sieve = sparsify(model, method, **options)
+
+    def seen() -> Seen:
+        stats = sieve.stats
+        assert stats is not None
+        return Seen(stats.wire_bytes, stats.density, stats.select_seconds, stats.exchange_seconds)
+
+    return seen
+
+
+def _half(hook: Any, name: str, given: Mapping[str, Any], density: float) -> Contender:  # noqa: ARG001
+    _only(given, ())
+    return Contender(name, partial(_hooked, None, hook, 2))
+
+
+def _powersgd(given: Mapping[str, Any], density: float) -> Contender:  # noqa: ARG001 - the rank is its density
+    rank = given.get("rank", 1)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise UsageError(f"--methods: the rank of powersgd must be a whole number of at least 1, not {rank!r}")
+    _only(given, ("rank",))
+    # the first compressed step makes its matrices
+    settle = POWERSGD_START + 1
+    return Contender(f"PowerSGD rank {rank}", partial(_with_powersgd, rank), one_bucket_on_gloo=True, settle=settle)
+
+
+def _with_powersgd(rank: int, model: DistributedDataParallel) -> Probe:
+    state = PowerSGDState(model.process_group, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
+    model.register_comm_hook(state, powerSGD_hook)
+    before = 0
+
+    def seen() -> Seen:
+        nonlocal before
+        sent, before = state.total_numel_after_compression - before, state.total_numel_after_compression
+        return Seen(4 * sent)
+
+    return seen
+
+
+def _published(given: Mapping[str, Any], density: float) -> Contender:
+    _only(given, ())
+    return Contender("published micro", partial(_with_published, density))
+
+
+def _only(given: Mapping[str, Any], valid: tuple[str, ...]) -> None:
+    for option in given:
+        if option not in valid:
+            raise UsageError(f"--methods: there is no option {option!r} here; {nearest(option, valid)}")
+
+
+class _PublishedStep:
+    """The published step over a process group, for the gradients of all buckets."""
+
+    def __init__(self, model: DistributedDataParallel, density: float) -> None:
+        self._group = model.process_group
+        self._world, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._order = {parameter: place for place, parameter in enumerate(model.parameters())}
+        self._local = PublishedMicro([parameter.detach() for parameter in self._order], density, self._world, rank)
+        self._arrived: dict[int, Tensor] = {}
+        self.seen = Seen(0)
+
+    def take(self, bucket: GradBucket) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._arrived[self._order[parameter]] = gradient  # type: ignore[index]
+
+    def finish(self) -> None:
+        gradients = [gradient for _, gradient in sorted(self._arrived.items())]
+        self._arrived = {}
+        acc = self._local.accumulate(gradients)
+        support, index_bytes = self._gathered(self._local.select(acc))
+        values = acc[support]
+        dist.all_reduce(values, group=self._group)
+        mean = values / self._world
+        for gradient, averaged in zip(gradients, self._local.scatter(acc, support, mean), strict=True):
+            gradient.copy_(averaged)
+        self.seen = Seen(index_bytes + 4 * len(support), len(support) / len(acc))
+
+    def _gathered(self, proposed: Tensor) -> tuple[Tensor, int]:
+        """Everyone's indices, padded to the longest on their way, and the bytes that it took."""
+        own = torch.tensor([len(proposed)], device=proposed.device)
+        everyones = [torch.zeros_like(own) for _ in range(self._world)]
+        dist.all_gather(everyones, own, group=self._group)
+        counts = [int(count.item()) for count in everyones]
+        padded = proposed.new_zeros(max(counts))
+        padded[: len(proposed)] = proposed
+        rows = [torch.empty_like(padded) for _ in range(self._world)]
+        dist.all_gather(rows, padded, group=self._group)
+        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)]), 8 + 8 * max(counts)
+
+
+def _published_hook(step: _PublishedStep, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    step.take(bucket)
+    if bucket.is_last():
+        step.finish()
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    future.set_result(buffer)
+    return future
+
+
+def _with_published(density: float, model: DistributedDataParallel) -> Probe:
+    step = _PublishedStep(model, density)
+    model.register_comm_hook(step, _published_hook)
+    return lambda: step.seen
+
+
+OTHERS: Mapping[str, Callable[[Mapping[str, Any], float], Contender]] = MappingProxyType(
+    {
+        "fp16": partial(_half, fp16_compress_hook, "fp16 hook"),
+        "bf16": partial(_half, bf16_compress_hook, "bf16 hook"),
+        "powersgd": _powersgd,
+        "published_micro": _published,
+    }
+)
+"""Contenders that are not methods of this library."""

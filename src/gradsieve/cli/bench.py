@@ -1,0 +1,236 @@
+"""`gradsieve bench step` and `gradsieve bench kernels`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Annotated, Any, Optional
+
+import rich.table
+import rich.text
+import torch
+import typer
+from rich.console import Console
+
+from gradsieve.bench import kernels, start
+from gradsieve.bench.contenders import DEFAULT
+from gradsieve.bench.figures import STANDARD_OUTPUT, Spread, as_text, check_file, result, write
+from gradsieve.bench.kernels import KernelRow, KernelSetting
+from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
+from gradsieve.bench.timing import Timer
+from gradsieve.checks import UsageError
+from gradsieve.cli.display import FAILED, PLAIN_WIDTH
+from gradsieve.cli.options import split
+from gradsieve.training.place import find_place
+from gradsieve.training.runner import check_device, refuse_launcher
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure gradient exchanges, and the passes that they are made of.",
+    rich_markup_mode=None,
+    no_args_is_help=False,
+)
+
+Density = Annotated[float, typer.Option("--density", help="Share of the gradient to send in a step.")]
+Device = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one."),
+]
+Json = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
+]
+
+
+@bench.command()
+def step(
+    parameters: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
+    ] = None,
+    density: Density = 0.01,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that count.")] = 20,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps before those.")] = 5,
+    methods: Annotated[
+        str, typer.Option("--methods", help="What to measure, separated by commas.", metavar="METHOD,...")
+    ] = DEFAULT,
+    wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
+    scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--workers", help="Processes to start. Default: one per GPU; 2 on the CPU."),
+    ] = None,
+    device: Device = None,
+    json: Json = None,
+) -> int:
+    """Time whole steps of gradient exchange over a process group, by method.
+
+    Uses the workers that torchrun, mpirun or srun started, or starts its own. Beside this library's methods it takes
+    fp16, bf16, powersgd(rank=N) and published_micro; plain DDP and a hook that does nothing are always measured.
+    """
+    place = find_place(os.environ)
+    place = place if place is not None and place.world > 1 else None
+    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope)
+    check_device(device)
+    check_file(json)
+    crew = start.make_crew(place, workers, device)
+    rows: list[StepRow] = []
+    console, failure = _console(quiet=json == STANDARD_OUTPUT or (place is not None and place.rank > 0)), None
+    with _news(console) as tell:
+
+        def hear(row: StepRow) -> None:
+            rows.append(row)
+            tell(row.name)
+
+        try:
+            if place is not None:
+                start.joined(setting, crew, place, hear, os.environ)
+            else:
+                start.started(setting, crew, hear)
+        except start.WorkerError as error:
+            failure = str(error)
+    if place is None or place.rank == 0:
+        zero_line = zero_line_of(rows)
+        told = setting.as_record() | crew._asdict()
+        measured = result("step", torch.device(crew.device), told, [row.as_record(zero_line) for row in rows])
+        measured["failure"] = failure
+        _show(console, measured, [_step_table(told, rows)], json)
+    return FAILED if failure is not None or all(row.error is not None for row in rows) else 0
+
+
+@bench.command(name="kernels")
+def measure_kernels(
+    numel: Annotated[
+        str, typer.Option("--numel", help="Lengths of the vector, separated by commas.", metavar="NUMEL,...")
+    ] = ",".join(map(str, kernels.DEFAULT_NUMELS)),
+    density: Density = 0.01,
+    partitions: Annotated[int, typer.Option("--partitions", help="Ranks that share the vector out.")] = 16,
+    repeats: Annotated[int, typer.Option("--repeats", help="Calls that count.")] = 30,
+    device: Device = None,
+    json: Json = None,
+) -> int:
+    """Time what a rank does in a step by itself, without communication, beside the floor that memory sets."""
+    refuse_launcher("bench kernels measures one process")
+    setting = KernelSetting(_numbers(numel), density, partitions, repeats)
+    check_device(device)
+    check_file(json)
+    used = start.own_device(device or start.default_device(), local_rank=0)
+    console, rows, timer = _console(quiet=json == STANDARD_OUTPUT), [], Timer(used, repeats)
+    with _news(console) as tell:
+        for row in kernels.measure(setting, used, timer):
+            rows.append(row)
+            tell(f"{row.numel:,} {row.name}")
+    told = setting.as_record() | {"device": str(used), "threads": torch.get_num_threads(), "caches": timer.caches}
+    tables = [_kernel_table(numel, list(group)) for numel, group in groupby(rows, key=lambda row: row.numel)]
+    _show(console, result("kernels", used, told, [row.as_record() for row in rows]), tables, json, timer.caches)
+    return FAILED if all(row.error is not None for row in rows) else 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = split(text)
+    try:
+        numbers = tuple(int(word.replace("_", "")) for word in words)
+    except ValueError as error:
+        raise UsageError(f"--numel takes whole numbers separated by commas, not {text!r}") from error
+    if not numbers:
+        raise UsageError("--numel names no length: give one, or several separated by commas")
+    return numbers
+
+
+def _console(*, quiet: bool) -> Console:
+    console = Console(quiet=quiet, highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+@contextmanager
+def _news(console: Console) -> Iterator[Any]:
+    """On a terminal, the last row that was measured."""
+    if not console.is_terminal or console.quiet:
+        yield lambda _: None
+        return
+    with console.status("measuring") as status:
+        yield lambda name: status.update(f"measured {name}")
+
+
+def _show(console: Console, measured: Any, tables: Sequence[rich.table.Table], json: str | None, *notes: str) -> None:
+    for table in tables:
+        console.print(table)
+    errors = [f"{row['name']}: {row['error']}" for row in measured["rows"] if row["error"] is not None]
+    failure = measured.get("failure")
+    for line in (*errors, *([f"failed: {failure}"] if failure else []), f"measured: {measured['path']}", *notes):
+        console.print(line, markup=False, soft_wrap=True)
+    if json == STANDARD_OUTPUT:
+        typer.echo(as_text(measured))
+    elif json is not None:
+        write(measured, json)
+        console.print(json, markup=False, soft_wrap=True)
+
+
+def _step_table(told: dict[str, Any], rows: Sequence[StepRow]) -> rich.table.Table:
+    ranks = "1 rank" if told["world"] == 1 else f"{told['world']} ranks"
+    title = (
+        f"{told['parameters']:,} parameters, density {told['density']:g}, {ranks}, "
+        f"{told['backend']} on {told['device']}: milliseconds of a step, slowest rank"
+    )
+    columns = ("", "median", "10 % to 90 %", "of dense", "bytes", "density", "select", "exchange")
+    table, zero_line = _table(title, columns), zero_line_of(rows)
+    for row in rows:
+        if row.error is not None:
+            _add(table, row.name, ["-"] * (len(columns) - 1))
+            continue
+        cells = [*_times(row.seconds), _ratio(row.ratio(zero_line)), f"{row.wire_bytes:,}", _percent(row.density)]
+        _add(table, row.name, [*cells, _milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)])
+    return table
+
+
+def _kernel_table(numel: int, rows: Sequence[KernelRow]) -> rich.table.Table:
+    floor = next((row.floor_seconds for row in rows if row.floor_seconds), None)
+    speed = "" if floor is None else f", copy at {kernels.FLOOR_BYTES * numel / floor / 1e9:,.0f} GB/s"
+    told = "" if floor is None else f", floor {1000 * floor:.4g}"
+    title = f"{numel:,} entries: milliseconds of a call{told}{speed}"
+    columns = ("", "median", "10 % to 90 %", "of floor", "host", "extra memory")
+    table = _table(title, columns)
+    for row in rows:
+        if row.error is not None:
+            _add(table, row.name, ["-"] * (len(columns) - 1))
+            continue
+        host = None if row.host_seconds is None else row.host_seconds.median
+        extra = "-" if row.extra_percent is None else f"{row.extra_percent:,.0f} %"
+        _add(table, row.name, [*_times(row.seconds), _ratio(row.ratio), _milliseconds(host), extra])
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _add(table: rich.table.Table, name: str, cells: Sequence[str]) -> None:
+    table.add_row(rich.text.Text(name), *(rich.text.Text(cell) for cell in cells))
+
+
+def _times(seconds: Spread | None) -> list[str]:
+    assert seconds is not None
+    return [_milliseconds(seconds.median), f"{_milliseconds(seconds.low)} to {_milliseconds(seconds.high)}"]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.4g}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.3g} %"

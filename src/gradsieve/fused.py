@@ -1,0 +1,458 @@
+"""The step of methods that hold a threshold, as a fixed sequence of kernels that the host never waits for.
+
+The same outcome as `pipeline.Worker` (or `pipeline.Team`, for ranks that share a process), bit for bit where values
+travel as float32: the choice of the threshold and the borders of partitions follow the same rules, only on the device.
+
+[Note: what the host does not know]
+The host launches a step without knowing how many entries anyone proposes. So messages have a size that it can work out
+from numbers of earlier steps (`control.room`), and what does not fit stays in the residual. Those numbers travel to
+the host beside the computation, into memory of its own; it reads those of step t at the beginning of step t + `LAG`. By
+then they are nearly always there: the host waits only if it has run ahead of the device by more than a whole step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradsieve import control, wire
+from gradsieve.collectives import Collectives, TeamCollectives
+from gradsieve.exchange import SteeredUnion
+from gradsieve.kernels.ladder import group_shape
+from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
+from gradsieve.kernels.tiling import TILE, MOST_CHUNKS, Decision, Found, Record, Run, Sent, Sight, Tiles
+from gradsieve.methods import Method
+from gradsieve.region import BalancedBlocks, Region, RotatingSlices, Whole, even_borders
+from gradsieve.residual import Residual
+from gradsieve.rounding import rounded_sum
+from gradsieve.score import Importance, Magnitude
+from gradsieve.search import Searched, SearchState
+from gradsieve.types import Setup, Step
+from gradsieve.weights import Weights
+
+MOST_RANKS = 512
+"""One program looks at the counts of all ranks."""
+EXPECTED = 3.0
+"""About so many times the entries that are sent reach the lowest rung."""
+MARKED = 8192
+"""Marks that a program of `kernels.merge` handles."""
+
+
+def suits(method: Method, setup: Setup, residual: Residual) -> bool:
+    """Is this a method for these kernels? Whether they can run here is for `kernels.has_triton` to say."""
+    criterion = method.criterion
+    return (
+        isinstance(criterion, Searched)
+        and not criterion.per_layer
+        and (isinstance(criterion.score, Magnitude) or _plain_importance(criterion.score))
+        and type(method.region) in (Whole, RotatingSlices, BalancedBlocks)
+        and residual.velocity is None
+        and method.feedback.clip is None
+        and residual.acc.dtype in (torch.float32, torch.bfloat16)
+        and method.budget.warmup_steps == 0
+        and method.budget.target(0, setup.numel) < setup.numel
+        and setup.world <= MOST_RANKS
+    )
+
+
+def _plain_importance(score: Any) -> bool:
+    return isinstance(score, Importance) and not score.stochastic
+
+
+class Tiling:
+    """The tiles of the whole vector: see [Note: tiles] in `kernels.sieve`."""
+
+    def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        slots = [np.arange(start, stop, TILE, dtype=np.int64) for start, stop in pairwise(bounds)]
+        numbers = [len(starts) for starts in slots]
+        self._starts = np.concatenate([*slots, [bounds[-1]]])
+        self._first = np.cumsum([0, *numbers])
+        self.tiles = Tiles(
+            starts=uploaded(self._starts, device),
+            slots=uploaded(np.repeat(np.arange(len(slots), dtype=np.int32), numbers), device),
+        )
+        self.edges = self.tiles.starts.to(index_dtype(bounds[-1]))
+        self.whole = [Run(0, self.tiles.num, None, aligned=not (self._starts[:-1] % 8).any())]
+
+    def bucket(self, slots: Sequence[tuple[int, int]]) -> list[Run]:
+        """The runs of tiles of a bucket, from the number of each slot in it and the place where it begins there."""
+        places = sorted((slot, source) for slot, source in slots if self._first[slot] < self._first[slot + 1])
+        runs: list[list[tuple[int, int]]] = []
+        for slot, source in places:
+            if runs and self._first[runs[-1][-1][0] + 1] == self._first[slot]:
+                runs[-1].append((slot, source))
+            else:
+                runs.append([(slot, source)])
+        return [self._run(run) for run in runs]
+
+    def _run(self, slots: Sequence[tuple[int, int]]) -> Run:
+        first, last = int(self._first[slots[0][0]]), int(self._first[slots[-1][0] + 1])
+        starts = self._starts[first:last]
+        shifts = [source - self._starts[self._first[slot]] for slot, source in slots]
+        sources = starts + np.repeat(shifts, [self._first[slot + 1] - self._first[slot] for slot, _ in slots])
+        aligned = not ((starts % 8).any() or (sources % 8).any())
+        return Run(first, last - first, uploaded(sources, self._device), aligned)
+
+    def touched(self, start: int, stop: int) -> tuple[int, int]:
+        """The numbers of the tiles that a stretch touches, first and one behind the last."""
+        if start >= stop:
+            return 0, 0
+        starts = self._starts[:-1]
+        first = int(np.searchsorted(starts, start, side="right")) - 1
+        return first, int(np.searchsorted(starts, stop, side="left"))
+
+
+def uploaded(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    if device.type == "cpu":
+        return tensor.clone()
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    return torch.int32 if numel < torch.iinfo(torch.int32).max else torch.int64
+
+
+class Late(NamedTuple):
+    """What the host gets to know of a step once it is over."""
+
+    step: Step
+    numbers: Tensor
+    checks: Tensor
+    yields: Tensor | None
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, yields: Tensor | None) -> Late:
+        """Start the way to the host."""
+        copies = [None if tensor is None else _host_copy(tensor) for tensor in (numbers, checks, yields)]
+        arrived = None
+        if numbers.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return cls(step, *copies, arrived)  # type: ignore[arg-type]
+
+    def record(self) -> Record:
+        """Waits until it has arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found, expected = self.checks.unbind(1)
+        if not torch.equal(found, expected):
+            wrong = (found != expected).nonzero().flatten().tolist()
+            raise wire.WireError(
+                f"step {self.step.index}: the indices of message {wrong[0]} were damaged on their way, or are not "
+                "gradsieve's: run the same version on all ranks, and look for a faulty link or memory"
+            )
+        return Record.of(self.numbers.tolist(), self.step.world)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class Outcome(NamedTuple):
+    """The means of a step, on the device; how many there are is in the record."""
+
+    support: Tensor
+    """Ascending; behind its end stands `numel`."""
+    borders: Tensor
+    """Where in the support the entries of each tile begin."""
+    mean: Tensor
+    dense: Tensor
+    rest: Tensor | None
+    late: Late
+
+
+class Fused:
+    """Rows of one process, one for a rank or one for each of a team, stepping as one.
+
+    A step is `begin`, `feed` for each bucket, `exchange`, `write_back` for each bucket.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        setup: Setup,
+        collectives: Collectives,
+        acc: Tensor,
+        *,
+        wire_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        assert isinstance(method.criterion, Searched)
+        self._method = method
+        self._criterion = method.criterion
+        self._setup = setup
+        self._collectives = collectives
+        self._wire = wire_dtype
+        self._acc = acc
+        device, rows = acc.device, len(acc)
+        self._first_rank = 0 if isinstance(collectives, TeamCollectives) else collectives.rank
+        self.tiling = Tiling(setup.bounds, device)
+        parts = 1 if isinstance(method.region, Whole) else setup.world
+        self._group = group_shape(method.density * TILE * (1 if parts > 1 else 1 / setup.world) * EXPECTED)
+        num_chunks = min(MOST_CHUNKS, max(1, -(-self.tiling.tiles.num // (self._group[0] * parts))))
+        self._found = Found.empty(rows, self.tiling.tiles.num, device)
+        self._decision = Decision.empty(rows, setup.world, num_chunks, device)
+        self._offsets = uploaded(control.OFFSETS, device)
+        self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
+        self._levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
+        self._first_rung = torch.zeros(1, dtype=torch.int64, device=device)
+        self._nothing = torch.empty(0, device=device)
+        self._all_ranks = uploaded(np.arange(setup.world), device)
+        self._looks: tuple[npt.NDArray[np.int64], Tensor] | None = None
+        self._cold = True
+        self._late: deque[Late] = deque()
+        self._sent: Sent | None = None
+        self._region: Any = method.region.start(setup)
+        self._recent: tuple[int, ...] = ()
+
+    # --- what was learned -------------------------------------------------------------------------------------------
+
+    def learned(self) -> tuple[Any, SearchState]:
+        """The states of region and criterion, as `pipeline` keeps them. Waits for the device."""
+        while self._late:
+            self._take_in(self._late.popleft())
+        threshold, travelled, distinct = self._decision.learned.tolist()
+        thresholds = (0.0,) if self._cold else (float(control.from_bits(np.array([threshold]))[0]),)
+        return self._region, SearchState(thresholds, travelled, distinct, self._recent)
+
+    def learn(self, region: Any, criterion: SearchState) -> None:
+        """Go on from such states."""
+        self._late.clear()
+        (threshold,) = criterion.thresholds
+        self._region, self._recent = region, criterion.recent
+        self._cold = threshold == 0
+        bits = control.to_bits(threshold)
+        ladder = control.cold_ladder() if self._cold else control.warm_ladder(bits)
+        device = self._acc.device
+        self._ladder.copy_(uploaded(ladder.astype(np.int32), device))
+        self._decision.learned.copy_(uploaded(np.array([bits, criterion.travelled, criterion.distinct]), device))
+
+    def _take_in(self, late: Late) -> None:
+        record = late.record()
+        self._recent = (*self._recent, max(record.quotas))[-control.RECENT :]
+        if late.yields is not None:
+            assert isinstance(self._method.region, BalancedBlocks)
+            self._region = self._method.region.taken_in(self._region, late.yields)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step, weights: Weights | None = None) -> None:
+        """Start a step of all rows; `step` is that of the first."""
+        while self._late and self._late[0].step.index <= step.index - control.LAG:
+            self._take_in(self._late.popleft())
+        self._step = step
+        # the newest is what the host cannot know yet
+        self._room = control.room((*self._recent, 0)) if len(self._late) else control.room(self._recent)
+        borders = self._borders()
+        self._sight = Sight(
+            self._looked(borders), self._ladder, self._decision.learned, self._nothing, self._nothing, group=self._group
+        )
+        self._extent = max(stop - start for start, stop in pairwise(borders))
+        score = self._criterion.score
+        if isinstance(score, Importance) and any(rank in step.proposers for rank in self._ranks):
+            assert weights is not None
+            self._sight.by_importance = True
+            self._sight.weights = weights.flat
+            self._sight.margins = weights.scales * score.eps
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._first_rank, self._first_rank + len(self._acc))
+
+    def _borders(self) -> list[int]:
+        region: Region = self._method.region
+        numel, world = self._setup.numel, self._setup.world
+        if isinstance(region, BalancedBlocks):
+            # of the last step's yields the borders know nothing, so they need not have arrived
+            state = region.ahead(self._region) if self._late else self._region
+            return region.borders(state, numel, world)
+        return [0, numel] if isinstance(region, Whole) else even_borders(numel, world)
+
+    def _looked(self, borders: Sequence[int]) -> Tensor:
+        step, parts = self._step, len(borders) - 1
+        rows = []
+        for rank in self._ranks:
+            part = (step.index + rank) % parts
+            start, stop = borders[part], borders[part + 1]
+            if rank not in step.proposers:
+                stop = start
+            rows.append((start, stop, *self.tiling.touched(start, stop)))
+        looks = np.array(rows, dtype=np.int64)
+        if self._looks is None or not np.array_equal(self._looks[0], looks):
+            self._looks = looks, uploaded(looks, self._acc.device)
+        return self._looks[1]
+
+    def feed(self, gradient: Tensor, runs: Sequence[Run]) -> None:
+        """Take in a bucket's gradient, and use it up: what is collected is written over it."""
+        from gradsieve.kernels.sieve import sieve
+
+        self._found.narrow = gradient.element_size() < 4
+        for run in runs:
+            sieve(
+                gradient,
+                self._acc,
+                self.tiling.tiles,
+                run,
+                self._sight,
+                self._found,
+                self._sent,
+                collect=not self._cold,
+            )
+
+    async def exchange(self, dense: Tensor | None = None) -> Outcome:
+        """Agree on a threshold and a support, and average the values at it, and `dense` whole beside them."""
+        picked = await self.select()
+        support = await self._agree(picked)
+        return await self._average(support, dense)
+
+    async def select(self) -> Tensor:
+        """What each row proposes, `[rows, capacity]`; how many there are is in the record."""
+        from gradsieve.kernels.ladder import count
+        from gradsieve.kernels.pick import pick
+
+        decision, looking = self._decision, (self._acc, self.tiling.tiles, self._sight, self._found, self._decision)
+        rungs, rung = self._levels, decision.record[1:2]
+        if self._cold:
+            for cold_round in range(control.COLD_ROUNDS):
+                count(*looking, rungs=self._ladder, look_at_all=True)
+                await self._settle(cold_round)
+            count(*looking, rungs=decision.applied, look_at_all=True)
+            decision.counts.zero_()
+            rungs, rung = decision.applied, self._first_rung
+        else:
+            count(*looking, rungs=rungs, look_at_all=False)
+            await self._settle()
+        picked = torch.empty(
+            (len(self._acc), self._capacity()), dtype=index_dtype(self._setup.numel), device=self._acc.device
+        )
+        pick(*looking, picked, rungs=rungs, rung=rung, first_rank=self._first_rank, look_at_all=self._cold)
+        self._cold = False
+        return picked
+
+    async def _settle(self, cold_round: int | None = None) -> None:
+        from gradsieve.kernels.ladder import decide
+
+        own = self._decision.counts
+        gathered = await self._collectives.all_gather(own if self._is_team else own[0])
+        lookers = len(self._step.proposers) if self._criterion.overlapping else 1
+        decide(
+            gathered,
+            self._ladder,
+            self._offsets,
+            self._decision,
+            target=self._step.target,
+            most=self._setup.numel * lookers,
+            ceiling=int(self._criterion.ceiling * 1000),
+            room=-1 if self._room is None else self._room,
+            cold=cold_round is not None,
+            first=cold_round == 0,
+            final=cold_round in (None, control.COLD_ROUNDS - 1),
+        )
+
+    @property
+    def _is_team(self) -> bool:
+        return isinstance(self._collectives, TeamCollectives)
+
+    def _capacity(self) -> int:
+        """Entries of one rank that there is room for."""
+        target = self._step.target
+        bound = 2 * target + 64 if self._room is None else self._room
+        return max(1, min(self._extent, bound))
+
+    @property
+    def _support_capacity(self) -> int:
+        return min(self._setup.numel, self._step.target * (100 + SteeredUnion.tolerance_percent) // 100 + 1)
+
+    async def _agree(self, picked: Tensor) -> Tensor:
+        """The support, from the proposals of all ranks."""
+        from gradsieve.kernels.merge import merge
+        from gradsieve.kernels.packing import unpack
+
+        numel, device, step = self._setup.numel, self._acc.device, self._step
+        messages, ranks, shape = await self._messages(picked)
+        support = torch.full((self._support_capacity,), numel, dtype=picked.dtype, device=device)
+        overlapping = isinstance(self._method.exchange, SteeredUnion)
+        marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=device) if overlapping else None
+        self._checks = unpack(
+            messages, ranks, self._decision, shape, support, marks, shift=step.index % step.world, numel=numel
+        )
+        if marks is not None:
+            assert isinstance(self._method.exchange, SteeredUnion)
+            percent = self._method.exchange.percent
+            chunk_counts = torch.empty(-(-numel // MARKED), dtype=torch.int32, device=device)
+            merge(marks, chunk_counts, self._decision, support, target=step.target, percent=percent)
+        return support
+
+    async def _messages(self, picked: Tensor) -> tuple[Tensor, Tensor, wire.Shape]:
+        """The messages of all proposers, whose each is, and their shape."""
+        from gradsieve.kernels.packing import pack
+
+        step, shape = self._step, wire.Shape.of(picked.shape[1], self._extent)
+        message = pack(picked, self._sight, self._decision, shape, self._first_rank)
+        if len(step.proposers) == step.world:
+            gathered = await self._collectives.all_gather(message if self._is_team else message[0])
+            return gathered, self._all_ranks, shape
+        own = list(message) if self._is_team else [message[0]] * step.world
+        pieces = [await self._collectives.broadcast(own[rank], rank) for rank in step.proposers]
+        return torch.stack(pieces), uploaded(np.array(step.proposers), picked.device), shape
+
+    async def _average(self, support: Tensor, dense: Tensor | None) -> Outcome:
+        from gradsieve.kernels.scatter import gather
+
+        rows, capacity, device = len(self._acc), len(support), self._acc.device
+        beside = 0 if dense is None else dense.shape[-1]
+        message = torch.empty((rows, capacity + beside), dtype=torch.float32, device=device)
+        yields, block = None, 1
+        if isinstance(self._method.region, BalancedBlocks):
+            block = self._method.region.block_size(self._setup.numel)
+            yields = torch.zeros(self._method.region.num_blocks, dtype=torch.int32, device=device)
+        gather(self._acc, support, self._decision, message, yields, block)
+        if dense is not None:
+            message[:, capacity:] = dense
+        rest = None
+        if self._wire == torch.float32:
+            total = await self._collectives.all_reduce(message if self._is_team else message[0])
+            mean = total / self._setup.world
+            mean, dense_mean = mean[:capacity], mean[capacity:]
+        else:
+            values, others = message[:, :capacity], message[:, capacity:]
+            summed, rest = await rounded_sum(values if self._is_team else values[0], self._wire, self._collectives)
+            rest = rest.reshape(rows, capacity)
+            dense_total = await self._collectives.all_reduce(others.contiguous() if self._is_team else others[0])
+            mean, dense_mean = summed.float() / self._setup.world, dense_total / self._setup.world
+        late = Late.sent(self._step, self._decision.record, self._checks, yields)
+        self._late.append(late)
+        borders = torch.searchsorted(support, self.tiling.edges)
+        return Outcome(support, borders, mean, dense_mean, rest, late)
+
+    def sent(self, outcome: Outcome) -> Sent:
+        """What the step sent: cleared from the residual when the next step reads it, or by `settle_residual`."""
+        self._sent = Sent(outcome.support, outcome.borders, outcome.rest)
+        return self._sent
+
+    def settle_residual(self) -> None:
+        """Clear now what was sent: see [Note: clearing late] in `kernels.sieve`."""
+        from gradsieve.kernels.sieve import clear
+
+        if self._sent is not None:
+            clear(self._acc, self._sent)
+            self._sent = None
+
+    def write_back(self, gradient: Tensor, runs: Sequence[Run], outcome: Outcome, sent: Sent) -> None:
+        """Write the means into a bucket's gradient, zeros elsewhere."""
+        from gradsieve.kernels.scatter import write_back
+
+        for run in runs:
+            write_back(gradient, self.tiling.tiles, run, sent, outcome.mean)

@@ -1,0 +1,279 @@
+"""Counting at the rungs of a ladder, and the choice of one, on the device.
+
+The plain twins are `reference.count_at_least` and `control.settle` with what surrounds it in `search`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsieve.control import HUGE_BITS, NUM_RUNGS, TINY_BITS
+from gradsieve.kernels.sieve import level_of, size_bits
+from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
+
+_RUNGS = tl.constexpr(NUM_RUNGS)
+_TINY = tl.constexpr(TINY_BITS)
+_HUGE = tl.constexpr(HUGE_BITS)
+
+ELEMENTS = 256
+"""Where the vector itself is looked at: entries at a time."""
+_ELEMENTS = tl.constexpr(ELEMENTS)
+GROUP = 512
+"""Where collected entries are looked at: so many at a time, of several tiles side by side."""
+
+
+def group_shape(per_tile: float) -> tuple[int, int]:
+    """How many tiles, by how many entries of each, make a group, if a tile is expected to have so many."""
+    entries = min(128, max(16, triton.next_power_of_2(int(2.5 * per_tile) + 1)))
+    return GROUP // entries, entries
+_HEAD = tl.constexpr(HEAD)
+
+DECIDE_WARPS = 1
+
+
+@triton.jit
+def chunk_of(looks, row, num_chunks, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tiles that this program looks at: the row's tiles are dealt out in order, in whole groups."""
+    first = tl.load(looks + row * 4 + 2)
+    last = tl.load(looks + row * 4 + 3)
+    groups = tl.cdiv(last - first, TILES)
+    share = tl.cdiv(groups, num_chunks) * TILES
+    low = tl.minimum(first + tl.program_id(0) * share, last)
+    return low, tl.minimum(low + share, last)
+
+
+@triton.jit
+def scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of the scores of entries of one tile, out of the vector itself."""
+    value = tl.load(acc + position, mask=inside, other=0.0).to(tl.float32)
+    weight = 0.0
+    margin = 0.0
+    if BY_IMPORTANCE:
+        weight = tl.load(weights + position, mask=inside, other=0.0).to(tl.float32)
+        margin = tl.load(margins + slot)
+    return size_bits(value, weight, margin, BY_IMPORTANCE)
+
+
+@triton.jit
+def collected_of(tiles, there, row, tile_counts, tile_places, num_tiles):  # type: ignore[no-untyped-def]
+    """For a few tiles: how many entries were collected, and where they stand."""
+    numbers = tl.load(tile_counts + row * num_tiles + tiles, mask=there, other=0)
+    places = tl.load(tile_places + row * num_tiles + tiles, mask=there & (numbers > 0), other=0)
+    return numbers, places
+
+
+@triton.jit
+def collected_levels(  # type: ignore[no-untyped-def]
+    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+    ENTRIES: tl.constexpr, NARROW: tl.constexpr, BY_IMPORTANCE: tl.constexpr,
+):  # fmt: skip
+    """Places within their tiles, and levels, of the entries from number `first` of a few tiles; level -1: none there."""
+    entries = first + tl.arange(0, ENTRIES)
+    inside = entries[None, :] < numbers[:, None]
+    if NARROW:
+        address = places[:, None].to(tl.pointer_type(tl.int16)) + entries[None, :]
+        place = tl.load(address, mask=inside, other=0).to(tl.int32)
+        position = tl.load(starts + tiles, mask=numbers > 0, other=0)[:, None] + place
+        slot = tl.load(slots + tiles, mask=numbers > 0, other=0)[:, None]
+        bits = scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE)
+        level = level_of(bits, tl.load(last).to(tl.int32))
+    else:
+        address = places[:, None].to(tl.pointer_type(tl.int32)) + entries[None, :]
+        packed = tl.load(address, mask=inside, other=0)
+        place = packed & 0xFFFF
+        level = (packed >> 16) & 0xFFFF
+    return place, tl.where(inside, level, -1)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _count(  # type: ignore[no-untyped-def]
+    acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
+    chunk_counts, counts, num_chunks,
+    ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    low, high = chunk_of(looks, row, num_chunks, TILES)
+    acc += row * acc_row
+    # bits, or levels
+    rung = tl.load(rungs + tl.arange(0, _RUNGS))
+    reached = tl.zeros([_RUNGS], dtype=tl.int32)
+    if ALL:
+        start = tl.load(looks + row * 4)
+        stop = tl.load(looks + row * 4 + 1)
+        for tile in range(low, high):
+            flat = tl.load(starts + tile)
+            end = tl.minimum(tl.load(starts + tile + 1), stop)
+            slot = tl.load(slots + tile)
+            for begin in range(tl.maximum(flat, start), end, _ELEMENTS):
+                position = begin + tl.arange(0, _ELEMENTS).to(tl.int64)
+                inside = position < end
+                score = scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE)
+                score = tl.where(inside, score, -1)
+                reached += tl.sum((score[:, None] >= rung[None, :]).to(tl.int32), axis=0)
+    else:
+        for tile in range(low, high, TILES):
+            tiles = tile + tl.arange(0, TILES)
+            numbers, places = collected_of(tiles, tiles < high, row, tile_counts, tile_places, num_tiles)
+            for first in range(0, tl.max(numbers), ENTRIES):
+                _, level = collected_levels(
+                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last, ENTRIES, NARROW, BY_IMPORTANCE
+                )
+                level = tl.reshape(level, [TILES * ENTRIES])
+                reached += tl.sum((level[:, None] >= rung[None, :]).to(tl.int32), axis=0)
+    column = tl.arange(0, _RUNGS)
+    tl.store(chunk_counts + (row * _RUNGS + column) * num_chunks + tl.program_id(0), reached)
+    tl.atomic_add(counts + row * _RUNGS + column, reached, mask=reached > 0, sem="relaxed")
+
+
+def count(
+    acc: Tensor, tiling: Tiles, sight: Sight, found: Found, decision: Decision, *, rungs: Tensor, look_at_all: bool
+) -> None:
+    """Entries of each row at or above each rung, added to `decision.counts` and, by chunk, in `decision.chunk_counts`.
+
+    Looks at what was collected, and then `rungs` are levels, or at all of each row's stretch, and then they are bits.
+    """
+    tiles, entries = sight.group
+    _count[(decision.num_chunks, len(acc))](
+        acc,
+        acc.stride(0),
+        tiling.starts,
+        tiling.slots,
+        sight.looks,
+        rungs,
+        sight.last,
+        sight.weights,
+        sight.margins,
+        found.tile_counts,
+        found.tile_places,
+        found.tile_counts.shape[1],
+        decision.chunk_counts,
+        decision.counts,
+        decision.num_chunks,
+        ALL=look_at_all,
+        BY_IMPORTANCE=sight.by_importance,
+        NARROW=found.narrow,
+        TILES=tiles,
+        ENTRIES=entries,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _at(values, places, place):  # type: ignore[no-untyped-def]
+    return tl.sum(tl.where(places == place, values, 0))
+
+
+@triton.jit(do_not_specialize=["target", "most", "ceiling", "room"])
+def _decide(  # type: ignore[no-untyped-def]
+    gathered, ladder, offsets, learned, record, applied, counts, target, most, ceiling, room, rows, world,
+    WORLD: tl.constexpr, COLD: tl.constexpr, FIRST: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, _RUNGS)
+    rank = tl.arange(0, WORLD)
+    present = rank < world
+    table = tl.load(gathered + rank[:, None] * _RUNGS + place[None, :], mask=present[:, None], other=0).to(tl.int64)
+    # they may be the counts of this process, which the next count adds to
+    tl.debug_barrier()
+    for row in range(rows):
+        tl.store(counts + row * _RUNGS + place, tl.zeros([_RUNGS], dtype=tl.int32))
+    open_still = 1
+    if COLD and not FIRST:
+        open_still = 1 - tl.load(record + 4).to(tl.int32)
+    if open_still == 1:
+        travelled = tl.load(learned + 1)
+        distinct = tl.load(learned + 2)
+        goal = tl.minimum((target.to(tl.int64) * travelled + distinct // 2) // distinct, most)
+        limit = goal * ceiling // 1000
+        totals = tl.sum(table, axis=0)
+        rungs = tl.load(ladder + place).to(tl.int64)
+        lower = tl.sum((totals >= goal).to(tl.int64)) - 1
+        upper = lower + 1
+        beyond = goal * 0 + 9223372036854775807
+        at_lower = _at(totals, place, lower)
+        at_upper = _at(totals, place, upper)
+        miss_lower = tl.where((lower >= 0) & (at_lower <= limit), at_lower - goal, beyond)
+        miss_upper = tl.where((upper < _RUNGS) & (at_upper <= limit), goal - at_upper, beyond)
+        nearest = tl.where(miss_lower <= miss_upper, lower, upper)
+        miss = tl.minimum(miss_lower, miss_upper)
+        near = (miss < beyond) & (100 * tl.where(miss < beyond, miss, 0) <= 3 * goal)
+        thin = (near == 0) & (lower >= 0)
+        rung = tl.where(near, nearest, tl.maximum(lower, 0))
+        settled = 1
+        if COLD and not FINAL:
+            settled = tl.where(near | (lower < 0), 1, 0)
+        if settled == 1:
+            threshold = _at(rungs, place, rung)
+            reaching = tl.sum(tl.where((place == rung)[None, :], table, 0), axis=1)
+            total = tl.maximum(tl.sum(reaching), 1)
+            upto = tl.cumsum(reaching)
+            share = goal * upto // total - goal * (upto - reaching) // total
+            quotas = tl.where(thin, share, reaching)
+            lengths = tl.where(room >= 0, tl.minimum(quotas, room), quotas)
+            proposed = tl.sum(quotas)
+            following = tl.where(2 * proposed >= goal, threshold, tl.maximum(_TINY, threshold - 8388608))
+            tl.store(record + 8, tl.load(learned))
+            tl.debug_barrier()
+            tl.store(learned, following)
+            tl.store(record, threshold)
+            tl.store(record + 1, rung)
+            tl.store(record + 2, goal)
+            tl.store(record + 3, proposed)
+            tl.store(record + 4, 1)
+            tl.store(record + 5, tl.sum(lengths))
+            tl.store(record + 6, tl.sum(lengths))
+            tl.store(record + 7, tl.sum(lengths))
+            tl.store(record + _HEAD + rank, reaching, mask=present)
+            tl.store(record + _HEAD + world + rank, quotas, mask=present)
+            tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
+            around = tl.load(offsets + place).to(tl.int64) + following
+            tl.store(ladder + place, tl.minimum(tl.maximum(around, _TINY), _HUGE).to(tl.int32))
+            tl.store(applied + place, (rungs * 0 + threshold).to(tl.int32))
+        else:
+            bottom = _at(rungs, place, lower)
+            top = tl.where(upper < _RUNGS, _at(rungs, place, upper), _HUGE)
+            tl.store(record + 4, 0)
+            tl.store(ladder + place, (bottom + (top - bottom) * place // 63).to(tl.int32))
+
+
+def decide(
+    gathered: Tensor,
+    ladder: Tensor,
+    offsets: Tensor,
+    decision: Decision,
+    *,
+    target: int,
+    most: int,
+    ceiling: int,
+    room: int,
+    cold: bool = False,
+    first: bool = False,
+    final: bool = True,
+) -> None:
+    """Choose a rung by the counts of all ranks, `[world, NUM_RUNGS]`, or, in a cold search, the next ladder.
+
+    Writes `decision.record` and, for the step after, `decision.learned` and the ladder. `most` is the largest goal
+    there can be, `ceiling` is in thousandths, `room` is negative where there is no bound.
+    """
+    world = len(gathered)
+    _decide[(1,)](
+        gathered,
+        ladder,
+        offsets,
+        decision.learned,
+        decision.record,
+        decision.applied,
+        decision.counts,
+        target,
+        most,
+        ceiling,
+        room,
+        len(decision.counts),
+        world,
+        WORLD=triton.next_power_of_2(world),
+        COLD=cold,
+        FIRST=first,
+        FINAL=final,
+        num_warps=DECIDE_WARPS,
+    )

@@ -1,0 +1,84 @@
+"""The union of marked indices, in ascending order.
+
+The plain twin is `reference.merged` followed by `reference.thinned`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsieve.kernels.packing import sum_before
+from gradsieve.kernels.pick import thinned
+from gradsieve.kernels.tiling import Decision
+
+WORDS = 256
+"""Words of 32 marks that a program handles."""
+
+
+@triton.jit
+def _marks_of(marks, chunk, num_words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The marks of a chunk as a table of words by bits."""
+    word = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    held = tl.load(marks + word, mask=word < num_words, other=0)
+    bit = tl.arange(0, 32)
+    return word, bit, (held[:, None] >> bit[None, :]) & 1
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    _, _, marked = _marks_of(marks, tl.program_id(0), num_words, WORDS)
+    tl.store(chunk_counts + tl.program_id(0), tl.sum(marked))
+
+
+@triton.jit(do_not_specialize=["num_words", "num_chunks", "target", "percent", "capacity"])
+def _merge(  # type: ignore[no-untyped-def]
+    marks, num_words, chunk_counts, num_chunks, target, percent, record, learned, support, capacity,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    before = sum_before(chunk_counts, chunk)
+    distinct = sum_before(chunk_counts, num_chunks)
+    # too many: what is left out stays in the residual
+    kept = tl.where(100 * distinct > percent * target.to(tl.int64), target.to(tl.int64), distinct)
+    word, bit, marked = _marks_of(marks, chunk, num_words, WORDS)
+    in_word = tl.sum(marked, axis=1).to(tl.int64)
+    base = before + tl.cumsum(in_word) - in_word
+    number = base[:, None] + tl.cumsum(marked.to(tl.int64), axis=1) - 1
+    place = thinned(number, distinct, kept)
+    index = word[:, None] * 32 + bit[None, :]
+    shown = (marked == 1) & (place >= 0) & (place < capacity)
+    tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)
+    if chunk == 0:
+        travelled = tl.load(record + 5)
+        tl.store(record + 6, distinct)
+        tl.store(record + 7, tl.minimum(kept, capacity))
+        if (travelled > 0) & (distinct > 0):
+            tl.store(learned + 1, travelled)
+            tl.store(learned + 2, distinct)
+
+
+def merge(
+    marks: Tensor, chunk_counts: Tensor, decision: Decision, support: Tensor, *, target: int, percent: int
+) -> None:
+    """Write the marked indices into `support`, thinned to the target where they exceed `percent` of it.
+
+    Notes in the record how many there are, and in what was learned how far proposals overlap.
+    """
+    grid = (len(chunk_counts),)
+    _measure[grid](marks, len(marks), chunk_counts, WORDS=WORDS, num_warps=4)
+    _merge[grid](
+        marks,
+        len(marks),
+        chunk_counts,
+        len(chunk_counts),
+        target,
+        percent,
+        decision.record,
+        decision.learned,
+        support,
+        len(support),
+        WORDS=WORDS,
+        num_warps=4,
+    )

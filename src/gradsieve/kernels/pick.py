@@ -1,0 +1,161 @@
+"""The indices that a rank proposes, in ascending order, out of what it collected.
+
+The plain twin is `reference.at_least` followed by `reference.thinned`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsieve.control import NUM_RUNGS
+from gradsieve.kernels.ladder import (
+    ELEMENTS,
+    chunk_of,
+    collected_levels,
+    collected_of,
+    scores_of,
+)
+from gradsieve.kernels.tiling import HEAD, MOST_CHUNKS, Decision, Found, Sight, Tiles
+
+_RUNGS = tl.constexpr(NUM_RUNGS)
+_ELEMENTS = tl.constexpr(ELEMENTS)
+_CHUNKS = tl.constexpr(MOST_CHUNKS)
+_HEAD = tl.constexpr(HEAD)
+
+
+@triton.jit
+def thinned(number, count, quota):  # type: ignore[no-untyped-def]
+    """Where entry `number` of `count` goes among `quota` evenly spread ones; -1 if it is left out.
+
+    Entry `j` of the thinned list is entry `j * count // quota` of the whole one.
+    """
+    quota = tl.maximum(quota, 1)
+    place = (number * quota + count - 1) // tl.maximum(count, 1)
+    kept = (place < quota) & (place * count // quota == number)
+    return tl.where(count <= quota, number, tl.where(kept, place, -1))
+
+
+@triton.jit
+def _placed(number, reaching, quota, length):  # type: ignore[no-untyped-def]
+    """Where an entry goes in the proposal, first thinned to the quota, then to the length that may travel."""
+    placed = number
+    # nearly always all go, and divisions take long
+    if (reaching > quota) | (quota > length):
+        place = thinned(number, reaching, quota)
+        placed = tl.where(place >= 0, thinned(tl.maximum(place, 0), quota, length), -1)
+        placed = tl.where((placed < length) & (length > 0), placed, -1)
+    return placed
+
+
+@triton.jit(do_not_specialize=["num_chunks", "capacity", "first_rank"])
+def _pick(  # type: ignore[no-untyped-def]
+    acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
+    chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world,
+    ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    low, high = chunk_of(looks, row, num_chunks, TILES)
+    acc += row * acc_row
+    picked += row * capacity
+    rung = tl.load(rung_of)
+    threshold = tl.load(rungs + rung)
+    rank = first_rank + row
+    reaching = tl.load(record + _HEAD + rank)
+    quota = tl.load(record + _HEAD + world + rank)
+    length = tl.minimum(tl.load(record + _HEAD + 2 * world + rank), capacity)
+    chunk = tl.arange(0, _CHUNKS)
+    before = tl.load(chunk_counts + (row * _RUNGS + rung) * num_chunks + chunk, mask=chunk < tl.program_id(0), other=0)
+    number = tl.sum(before).to(tl.int64)
+    if ALL:
+        start = tl.load(looks + row * 4)
+        stop = tl.load(looks + row * 4 + 1)
+        for tile in range(low, high):
+            flat = tl.load(starts + tile)
+            end = tl.minimum(tl.load(starts + tile + 1), stop)
+            slot = tl.load(slots + tile)
+            for begin in range(tl.maximum(flat, start), end, _ELEMENTS):
+                position = begin + tl.arange(0, _ELEMENTS).to(tl.int64)
+                inside = position < end
+                score = scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE)
+                hit = inside & (score >= threshold)
+                hits = hit.to(tl.int64)
+                place = _placed(number + tl.cumsum(hits) - 1, reaching, quota, length)
+                tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0))
+                number += tl.sum(hits)
+    else:
+        for tile in range(low, high, TILES):
+            tiles = tile + tl.arange(0, TILES)
+            there = tiles < high
+            numbers, places = collected_of(tiles, there, row, tile_counts, tile_places, num_tiles)
+            flats = tl.load(starts + tiles, mask=there, other=0)
+            most = tl.max(numbers)
+            passing = tl.zeros([TILES], dtype=tl.int32)
+            for first in range(0, most, ENTRIES):
+                _, level = collected_levels(
+                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                    ENTRIES, NARROW, BY_IMPORTANCE
+                )
+                passing += tl.sum((level >= threshold).to(tl.int32), axis=1)
+            base = number + (tl.cumsum(passing) - passing)
+            for first in range(0, most, ENTRIES):
+                offset, level = collected_levels(
+                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                    ENTRIES, NARROW, BY_IMPORTANCE
+                )
+                hit = level >= threshold
+                hits = hit.to(tl.int32)
+                place = _placed(base[:, None] + tl.cumsum(hits, axis=1) - 1, reaching, quota, length)
+                position = flats[:, None] + offset
+                tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0))
+                base += tl.sum(hits, axis=1)
+            number += tl.sum(passing)
+
+
+def pick(
+    acc: Tensor,
+    tiling: Tiles,
+    sight: Sight,
+    found: Found,
+    decision: Decision,
+    picked: Tensor,
+    *,
+    rungs: Tensor,
+    rung: Tensor,
+    first_rank: int,
+    look_at_all: bool,
+) -> None:
+    """Write each row's proposal into `picked`, `[rows, capacity]`; its length is in the record.
+
+    Comes after `count` at the same `rungs`, of which number `rung` is the threshold.
+    """
+    tiles, entries = sight.group
+    _pick[(decision.num_chunks, len(acc))](
+        acc,
+        acc.stride(0),
+        tiling.starts,
+        tiling.slots,
+        sight.looks,
+        rungs,
+        decision.record[8:],
+        sight.weights,
+        sight.margins,
+        found.tile_counts,
+        found.tile_places,
+        found.tile_counts.shape[1],
+        decision.chunk_counts,
+        decision.num_chunks,
+        decision.record,
+        rung,
+        picked,
+        picked.shape[1],
+        first_rank,
+        decision.world,
+        ALL=look_at_all,
+        BY_IMPORTANCE=sight.by_importance,
+        NARROW=found.narrow,
+        TILES=tiles,
+        ENTRIES=entries,
+        num_warps=4,
+    )

@@ -1,0 +1,232 @@
+"""One pass over gradient and residual: clear what was sent, add the two up, and collect what may be sent.
+
+The plain twin is `Residual.clear` and `Residual.add`, followed by `score.collect`.
+
+[Note: tiles]
+The flat vector is cut into tiles, at most `TILE` entries each and never across two parameters, numbered in the order of
+the vector. A bucket of DDP is a run of tiles, or a few, and a table says where in the bucket each begins.
+
+What a tile collects is written over the tile's own gradient: that has been taken in and is overwritten with the mean
+later. So there is always room enough, collecting takes no memory and no second pass, and reading tile by tile gives
+the entries in ascending order, the same in every run. An entry is four bytes, its place in the tile and its level;
+under gradients of 16 bits it is its place alone, and the level is worked out again from the accumulated vector.
+
+[Note: levels]
+The rungs of a warm ladder lie whole multiples of 2**15 bits above its base, 64 of them below the last threshold. Which
+of them a score reaches follows from its level, the number of such multiples above the base, and 16 bits hold that.
+
+[Note: clearing late]
+What was sent in a step is cleared from the residual in the next one, when its tile is read and written anyway: writes
+to single entries all over the memory take several times as long. Until then `Fused.settle_residual` does it for whoever
+looks at the residual.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradsieve.control import HUGE_BITS
+from gradsieve.kernels.tiling import Found, Run, Sent, Sight, Tiles
+
+LEVEL_BITS = 15
+LEVELS_BELOW = 64
+_HUGE = tl.constexpr(HUGE_BITS)
+_LEVEL_BITS = tl.constexpr(LEVEL_BITS)
+_BELOW = tl.constexpr(LEVELS_BELOW << LEVEL_BITS)
+BLOCK = 1024
+"""Entries of a tile that are in registers at a time."""
+LINE = 128
+"""Entries whose hits are numbered within a warp, before the lines are."""
+ENTRIES = 64
+"""Sent entries that are cleared at a time."""
+NUM_WARPS = 4
+EARLY = False
+
+
+@triton.jit
+def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bits of an entry's score: they sort like the score, and what is not a number comes last."""
+    if BY_IMPORTANCE:
+        size = tl.maximum(tl.abs(weights) + margin, 1.1754943508222875e-38)
+        score = tl.div_rn(tl.abs(acc), size)
+    else:
+        score = acc
+    return score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def level_of(bits, last):  # type: ignore[no-untyped-def]
+    """The level of a score above the base that lies below the last threshold; the highest for what is beyond all."""
+    level = (bits - (last - _BELOW)) >> _LEVEL_BITS
+    return tl.where(bits >= _HUGE, 65535, tl.minimum(level, 65535))
+
+
+@triton.jit
+def clear_tile(acc, tile, sent, borders, rest, REST: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Clear what was sent of a tile, but for the rest that did not travel."""
+    first = tl.load(borders + tile)
+    last = tl.load(borders + tile + 1)
+    for number in range(first, last, ENTRIES):
+        numbers = number + tl.arange(0, ENTRIES)
+        inside = numbers < last
+        index = tl.load(sent + numbers, mask=inside, other=0).to(tl.int64)
+        left = tl.zeros([ENTRIES], dtype=acc.dtype.element_ty)
+        if REST:
+            left = tl.load(rest + numbers, mask=inside, other=0.0).to(acc.dtype.element_ty)
+        tl.store(acc + index, left, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def _sieve(  # type: ignore[no-untyped-def]
+    gradient, gradient_row, acc, acc_row, starts, sources, first_tile, looks, ladder, last, weights, margins, slots,
+    tile_counts, tile_places, num_tiles, sent, borders, rest, rest_row,
+    BLOCK: tl.constexpr, LINE: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
+    COLLECT: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, CLEAR: tl.constexpr, REST: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    tile = first_tile + tl.program_id(0)
+    flat = tl.load(starts + tile)
+    length = (tl.load(starts + tile + 1) - flat).to(tl.int32)
+    source = flat if IN_PLACE else tl.load(sources + tl.program_id(0))
+    if ALIGNED:
+        source = tl.multiple_of(source, 8)
+        flat = tl.multiple_of(flat, 8)
+    fed = gradient + row * gradient_row + source
+    acc += row * acc_row
+    if CLEAR:
+        clear_tile(acc, tile, sent, borders, rest + row * rest_row, REST, ENTRIES)
+        tl.debug_barrier()
+    # the part of the tile that the row looks at
+    low = 0
+    high = 0
+    floor = 0
+    base = 0
+    margin = 0.0
+    if COLLECT:
+        low = tl.maximum(tl.load(looks + row * 4) - flat, 0).to(tl.int32)
+        high = tl.minimum(tl.load(looks + row * 4 + 1) - flat, length).to(tl.int32)
+        floor = tl.load(ladder)
+        base = tl.load(last).to(tl.int32)
+        if BY_IMPORTANCE:
+            margin = tl.load(margins + tl.load(slots + tile))
+    number = 0
+    for begin in range(0, length, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < length
+        target = acc + flat + place
+        # a mask would forbid wide loads
+        whole = begin + BLOCK <= length
+        if whole:
+            if EARLY:
+                taken = tl.load(fed + place, eviction_policy="evict_first")
+            else:
+                taken = tl.load(fed + place)
+            kept = tl.load(target)
+        else:
+            taken = tl.load(fed + place, mask=inside, other=0.0)
+            kept = tl.load(target, mask=inside, other=0.0)
+        total = (kept.to(tl.float32) + taken.to(tl.float32)).to(acc.dtype.element_ty)
+        if whole:
+            tl.store(target, total)
+        else:
+            tl.store(target, total, mask=inside)
+        if COLLECT:
+            if (begin < high) & (begin + BLOCK > low):
+                weight = 0.0
+                if BY_IMPORTANCE:
+                    weight = tl.load(weights + flat + place, mask=inside, other=0.0).to(tl.float32)
+                bits = size_bits(total.to(tl.float32), weight, margin, BY_IMPORTANCE)
+                hit = (bits >= floor) & (place >= low) & (place < high)
+                # by lines, whose sums stay within a warp
+                hits = tl.reshape(hit.to(tl.int32), [BLOCK // LINE, LINE])
+                by_line = tl.sum(hits, axis=1)
+                before = tl.cumsum(by_line) - by_line
+                upto = number + tl.reshape(before[:, None] + tl.cumsum(hits, axis=1), [BLOCK])
+                # the sums need every thread's part of the block, so all of it has been read by now
+                if NARROW:
+                    collected = fed.to(tl.pointer_type(tl.int16), bitcast=True)
+                    tl.store(collected + upto - 1, place.to(tl.int16), mask=hit)
+                else:
+                    collected = fed.to(tl.pointer_type(tl.int32), bitcast=True)
+                    tl.store(collected + upto - 1, place | (level_of(bits, base) << 16), mask=hit)
+                number += tl.sum(by_line)
+    if COLLECT:
+        tl.store(tile_places + row * num_tiles + tile, fed.to(tl.int64))
+        tl.store(tile_counts + row * num_tiles + tile, number)
+
+
+def sieve(
+    gradient: Tensor,
+    acc: Tensor,
+    tiling: Tiles,
+    run: Run,
+    sight: Sight,
+    found: Found,
+    sent: Sent | None,
+    *,
+    collect: bool,
+) -> None:
+    """Add `gradient` (`[rows, any]`, or one row flat) into `acc` (`[rows, numel]`) over a run of tiles.
+
+    Uses the gradient up where it collects. Before, clears what was `sent` of these tiles.
+    """
+    rest = None if sent is None else sent.rest
+    _sieve[(run.num, len(acc))](
+        gradient,
+        gradient.stride(0) if gradient.dim() == 2 else 0,
+        acc,
+        acc.stride(0),
+        tiling.starts,
+        tiling.starts if run.sources is None else run.sources,
+        run.first,
+        sight.looks,
+        sight.ladder,
+        sight.last,
+        sight.weights,
+        sight.margins,
+        tiling.slots,
+        found.tile_counts,
+        found.tile_places,
+        found.tile_counts.shape[1],
+        sight.looks if sent is None else sent.support,
+        sight.looks if sent is None else sent.borders,
+        acc if rest is None else rest,
+        0 if rest is None else rest.stride(0),
+        BLOCK=BLOCK,
+        LINE=LINE,
+        ENTRIES=ENTRIES,
+        ALIGNED=run.aligned,
+        IN_PLACE=run.sources is None,
+        COLLECT=collect,
+        BY_IMPORTANCE=sight.by_importance,
+        NARROW=gradient.element_size() < 4,
+        CLEAR=sent is not None,
+        REST=rest is not None,
+        EARLY=EARLY,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit
+def _clear(acc, acc_row, sent, borders, rest, rest_row, REST: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(1).to(tl.int64)
+    clear_tile(acc + row * acc_row, tl.program_id(0), sent, borders, rest + row * rest_row, REST, ENTRIES)
+
+
+def clear(acc: Tensor, sent: Sent) -> None:
+    """Clear what was sent, at once."""
+    rest = sent.rest
+    _clear[(len(sent.borders) - 1, len(acc))](
+        acc,
+        acc.stride(0),
+        sent.support,
+        sent.borders,
+        acc if rest is None else rest,
+        0 if rest is None else rest.stride(0),
+        REST=rest is not None,
+        ENTRIES=ENTRIES,
+        num_warps=1,
+    )

@@ -1,0 +1,180 @@
+"""The parts of a model that are exchanged each on its own: all of it as one, or a bucket each.
+
+[Note: parts follow the buckets]
+DDP makes other buckets after the first iterations, and which ones it made is seen only as they arrive. So a part is
+known by its parameters. When a bucket arrives that no part is of, the parts it takes parameters from are given up; what
+was not sent yet waits, by parameter, for the bucket that its parameter is in now. What a method learned about one part
+says nothing about another, and starts anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradsieve.layout import Layout, Slot, flattened, write_back
+from gradsieve.pipeline import PendingStats, Worker
+from gradsieve.types import Span
+
+Names: TypeAlias = tuple[str, ...]
+
+
+class Part:
+    """Parameters that are exchanged as one, and the worker that does it."""
+
+    def __init__(self, layout: Layout, worker: Worker, used: set[Tensor] | None) -> None:
+        self.layout = layout
+        self.worker = worker
+        self._used = used
+        """Parameters that this rank used in this step; None where none can go unused."""
+        self._gradients: list[tuple[Slot, Tensor]] = []
+
+    def begin(self, step: int) -> None:
+        """Start a step. One that was begun and not finished is given up."""
+        self._gradients = []
+        self.worker.step = step
+        self.worker.begin(self.layout.flat_parameters)
+
+    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take in the gradients of a bucket."""
+        arrived = [
+            (self.layout.slot(parameter), flattened(gradient))
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        self._gradients += arrived
+        if self.worker.method.feedback.clip is None:
+            self._feed(arrived)
+
+    async def exchange(self) -> PendingStats:
+        """Exchange what was taken, and write the means into the gradients."""
+        self._feed_clipped()
+        reduced = await self.worker.exchange(self._dense_message())
+        pending = self.worker.finish(reduced, self._unapplied(reduced.dense))
+        write_back(reduced, self._gradients, self.layout)
+        self._gradients = []
+        return pending
+
+    def _feed(self, arrived: list[tuple[Slot, Tensor]]) -> None:
+        for slot, gradient in arrived:
+            if slot.sparse:
+                self.worker.feed(slot.start, gradient)
+
+    def _feed_clipped(self) -> None:
+        gradients = [gradient for _, gradient in self._gradients]
+        factor = self.worker.method.feedback.clip_factor(gradients, self.worker.setup.world)
+        if factor is None:
+            return
+        # the norm is that of the whole gradient, so nothing could be fed before it was there
+        for gradient in gradients:
+            gradient.mul_(factor)
+        self._feed(self._gradients)
+
+    def _dense_message(self) -> Tensor:
+        """The excluded gradients and, where parameters may go unused, a flag for each sparsified one."""
+        acc = self.worker.residual.acc
+        message = acc.new_zeros(self.layout.dense_numel, dtype=torch.promote_types(acc.dtype, torch.float32))
+        for slot, gradient in self._gradients:
+            if not slot.sparse:
+                message[slot.start : slot.stop] = gradient
+        if self._used is None:
+            return message
+        flags = [float(slot.parameter in self._used) for slot in self.layout.sparse]
+        return torch.cat([message, message.new_tensor(flags)])
+
+    def _unapplied(self, dense: Tensor) -> list[Span]:
+        """Parameters that no rank used: DDP leaves their gradients alone, so what was sent for them is not lost."""
+        if self._used is None:
+            return []
+        flags = dense[self.layout.dense_numel :].tolist()
+        return [slot.span for slot, flag in zip(self.layout.sparse, flags, strict=True) if flag == 0]
+
+
+class Parts:
+    """The parts of one model. See [Note: parts follow the buckets]."""
+
+    def __init__(self, layout: Layout, build: Callable[[Layout, int], Part], seed: int) -> None:
+        self.step = 0
+        """Steps done."""
+        self._layout = layout
+        self._build = build
+        self._seed = seed
+        self._parts: dict[Names, Part] = {}
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        """Residuals and velocities whose parameters have not arrived yet in a new bucket."""
+        self._learned: dict[Names, Mapping[str, Any]] = {}
+        """From a loaded state, what was learned about parts that have not arrived yet."""
+        # one part of everything, until buckets arrive
+        self._add(layout.names)
+
+    def begin(self) -> None:
+        for part in self._parts.values():
+            part.begin(self.step)
+
+    def of(self, names: Names) -> Part:
+        """The part of these parameters; a new one, in a step that has begun, if there is none yet."""
+        if names not in self._parts:
+            for known in [known for known in self._parts if not set(names).isdisjoint(known)]:
+                self._give_up(self._parts.pop(known))
+            self._add(names)
+            self._parts[names].begin(self.step)
+        return self._parts[names]
+
+    def residuals(self) -> dict[str, Tensor]:
+        return self._by_name("residual")
+
+    def residual_norm(self) -> float:
+        waiting = self._waiting.get("residual", {}).values()
+        norms = [part.worker.residual.norm() for part in self._parts.values()]
+        return math.hypot(*norms, *(float(residual.float().norm()) for residual in waiting))
+
+    def velocities(self) -> dict[str, Tensor]:
+        """Empty for methods without momentum."""
+        return self._by_name("velocity")
+
+    def learned(self) -> dict[str, Any]:
+        """What the method learned about each part, as plain numbers and tensors."""
+        learned = self._learned | {names: part.worker.state_dict() for names, part in self._parts.items()}
+        return {
+            "step": self.step,
+            "seed": self._seed,
+            "parts": [{"names": list(names), "learned": state} for names, state in learned.items()],
+        }
+
+    def load(
+        self, learned: Mapping[str, Any], residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor]
+    ) -> None:
+        """Go on from what `learned`, `residuals` and `velocities` returned."""
+        self.step, self._seed = learned["step"], learned["seed"]
+        # it may wait until after the caller has used the state for something else
+        self._learned = {tuple(part["names"]): deepcopy(part["learned"]) for part in learned["parts"]}
+        self._waiting = {"residual": dict(residuals), "velocity": dict(velocities)}
+        self._parts = {}
+        self._add(self._layout.names)
+
+    def _add(self, names: Names) -> None:
+        part = self._parts[names] = self._build(self._layout.part(names), self._seed)
+        for kind, vector in part.worker.residual.named():
+            waiting = self._waiting.get(kind, {})
+            for name, stretch in part.layout.cut(vector).items():
+                if name in waiting:
+                    stretch.copy_(waiting.pop(name))
+        if names in self._learned:
+            part.worker.load_state_dict(self._learned.pop(names))
+
+    def _give_up(self, part: Part) -> None:
+        for kind, vector in part.worker.residual.named():
+            self._waiting.setdefault(kind, {}).update(part.layout.cut(vector))
+
+    def _by_name(self, kind: str) -> dict[str, Tensor]:
+        """A copy, in the order of the model."""
+        found = dict(self._waiting.get(kind, {}))
+        for part in self._parts.values():
+            for its_kind, vector in part.worker.residual.named():
+                if its_kind == kind:
+                    found |= part.layout.cut(vector)
+        return {slot.name: found[slot.name].clone() for slot in self._layout.sparse if slot.name in found}
