@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 # before torch is imported: several processes share few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,10 @@ import torch
 from hypothesis import settings
 
 from fleet import Fleet
+
+if find_spec("triton") is not None and not torch.cuda.is_available():
+    # before anything imports Triton: its kernels are then run on the CPU, entry by entry
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("gradsieve", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("gradsieve")

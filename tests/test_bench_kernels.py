@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradsieve.bench import kernels, timing
-from gradsieve.bench.figures import path_of
+from gradsieve import kernels as library
 from gradsieve.bench.kernels import KernelRow, KernelSetting
 from gradsieve.bench.local import local_steps, stand_in
 from gradsieve.bench.timing import Case, Timer
@@ -48,10 +48,10 @@ def test_the_floor_is_two_copies() -> None:
 
 
 def test_a_call_that_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken() -> Case:
         raise RuntimeError("out of\norder")
 
-    steps: Callable[..., object] = lambda *_: {"broken": broken, "idle": lambda: None}  # noqa: E731
+    steps: Callable[..., object] = lambda *_: {"broken": broken, "idle": lambda: Case(lambda: None)}  # noqa: E731
     monkeypatch.setattr(kernels, "local_steps", steps)
     rows = {row.name: row for row in measured(1000)}
     assert list(rows) == [*FIXED, "broken, local step", "idle, local step"]
@@ -68,8 +68,10 @@ def test_every_call_is_prepared() -> None:
 
 
 def test_local_steps_run_again_and_again() -> None:
-    for call in local_steps(5000, 0.05, 4, CPU).values():
+    for make in local_steps(5000, 0.05, 4, CPU).values():
+        call, prepare = make()
         for _ in range(6):
+            prepare()
             call()
 
 
@@ -96,7 +98,7 @@ def test_what_cannot_be_measured_is_refused(setting: dict[str, object], told: st
 
 
 def test_the_path_is_told_in_words() -> None:
-    assert "cpu" in path_of(CPU).lower()
+    assert "cpu" in library.path(CPU).lower()
 
 
 @pytest.mark.gpu

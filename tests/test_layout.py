@@ -212,7 +212,7 @@ def written(layout: Layout, reduced: Reduced, dtype: torch.dtype = torch.float32
     """The gradients after `write_back`, in the order in which DDP's buckets hold them: last layers first."""
     slots = [*layout.sparse, *layout.dense][::-1]
     gradients = [(slot, torch.full((slot.stop - slot.start,), 77.0, dtype=dtype)) for slot in slots]
-    write_back(reduced, gradients, layout)
+    write_back(reduced, gradients, layout.bounds)
     return {slot.name: gradient for slot, gradient in gradients}
 
 
@@ -245,6 +245,6 @@ def test_gradients_that_did_not_arrive_are_left_out() -> None:
     slot = layout.sparse[2]
     gradient = torch.full((slot.stop - slot.start,), 77.0)
     indices = torch.tensor([0, slot.start + 3, layout.numel - 1])
-    write_back(reduced_of(indices, torch.tensor([1.0, 2.0, 3.0]), torch.empty(0)), [(slot, gradient)], layout)
+    write_back(reduced_of(indices, torch.tensor([1.0, 2.0, 3.0]), torch.empty(0)), [(slot, gradient)], layout.bounds)
     assert gradient.nonzero().flatten().tolist() == [3]
     assert float(gradient[3]) == 2.0

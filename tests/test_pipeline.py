@@ -431,7 +431,8 @@ class TestPendingStats:
             (gradsieve.micro(density=0.01), 1.5),
             (gradsieve.micro(density=0.001), 2.1),
             (gradsieve.union(density=0.01), 2.4),
-            (gradsieve.union(density=0.001), 2.4),
+            # of some 125 indices of a rank: the header takes 0.2 of it, and what is padded to the longest 0.3
+            (gradsieve.union(density=0.001), 2.7),
         ],
         ids=repr,
     )

@@ -169,15 +169,15 @@ RECENT = 4
 """Steps whose largest proposal is remembered; there is no bound before so many were made."""
 
 
-def room(recent: Sequence[int]) -> int | None:
+def room(recent: Sequence[int], even: int) -> int | None:
     """How many entries of one rank may travel; None where there is no bound yet.
 
     `recent` holds the largest proposal of any rank in each of the last steps, newest last. Of those that the host can
-    know the last two decide, with room to grow.
+    know the last two decide, with room to grow; `even` is what each has if all propose alike.
     """
     if len(recent) < RECENT:
         return None
-    most = max(recent[-LAG - 1 : 1 - LAG])
+    most = max(even, *recent[-LAG - 1 : 1 - LAG])
     return most + most // 16 + 4 * math.isqrt(most) + 16
 
 

@@ -13,7 +13,7 @@ then they are nearly always there: the host waits only if it has run ahead of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,19 +22,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsieve import control, wire
-from gradsieve.collectives import Collectives, TeamCollectives
+from gradsieve import control, kernels, wire
+from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.exchange import SteeredUnion
-from gradsieve.kernels.ladder import group_shape
-from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
-from gradsieve.kernels.tiling import TILE, MOST_CHUNKS, Decision, Found, Record, Run, Sent, Sight, Tiles
+from gradsieve.kernels.tiling import MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
+from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
+from gradsieve.pipeline import Learned, Numbers, PendingStats, Worker
 from gradsieve.region import BalancedBlocks, Region, RotatingSlices, Whole, even_borders
 from gradsieve.residual import Residual
 from gradsieve.rounding import rounded_sum
 from gradsieve.score import Importance, Magnitude
 from gradsieve.search import Searched, SearchState
-from gradsieve.types import Setup, Step
+from gradsieve.types import Setup, Span, Step
 from gradsieve.weights import Weights
 
 MOST_RANKS = 512
@@ -45,17 +45,17 @@ MARKED = 8192
 """Marks that a program of `kernels.merge` handles."""
 
 
-def suits(method: Method, setup: Setup, residual: Residual) -> bool:
-    """Is this a method for these kernels? Whether they can run here is for `kernels.has_triton` to say."""
+def suits(method: Method, setup: Setup, residual_dtype: torch.dtype) -> bool:
+    """Is this a method for these kernels? Whether they can run here is for `kernels.uses_triton` to say."""
     criterion = method.criterion
     return (
         isinstance(criterion, Searched)
         and not criterion.per_layer
         and (isinstance(criterion.score, Magnitude) or _plain_importance(criterion.score))
         and type(method.region) in (Whole, RotatingSlices, BalancedBlocks)
-        and residual.velocity is None
+        and not method.feedback.momentum
         and method.feedback.clip is None
-        and residual.acc.dtype in (torch.float32, torch.bfloat16)
+        and residual_dtype in (torch.float32, torch.bfloat16)
         and method.budget.warmup_steps == 0
         and method.budget.target(0, setup.numel) < setup.numel
         and setup.world <= MOST_RANKS
@@ -128,18 +128,24 @@ class Late(NamedTuple):
     step: Step
     numbers: Tensor
     checks: Tensor
-    yields: Tensor | None
+    blocks: Tensor
+    """Where in the support the entries of each block of the vector begin; empty where nobody asks."""
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, yields: Tensor | None) -> Late:
+    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, blocks: Tensor) -> Late:
         """Start the way to the host."""
-        copies = [None if tensor is None else _host_copy(tensor) for tensor in (numbers, checks, yields)]
-        arrived = None
-        if numbers.device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return cls(step, *copies, arrived)  # type: ignore[arg-type]
+        late = cls(step, _host_copy(numbers), _host_copy(checks), _host_copy(blocks), None)
+        if numbers.device.type == "cpu":
+            return late
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return late._replace(arrived=arrived)
+
+    def stats(self) -> Numbers:
+        record = self.record()
+        threshold = float(control.from_bits(np.array([record.threshold_bits]))[0])
+        return Numbers(record.support, record.quotas, (threshold,))
 
     def record(self) -> Record:
         """Waits until it has arrived."""
@@ -200,6 +206,9 @@ class Fused:
         self._first_rank = 0 if isinstance(collectives, TeamCollectives) else collectives.rank
         self.tiling = Tiling(setup.bounds, device)
         parts = 1 if isinstance(method.region, Whole) else setup.world
+        from gradsieve.kernels.ladder import group_shape
+        from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
+
         self._group = group_shape(method.density * TILE * (1 if parts > 1 else 1 / setup.world) * EXPECTED)
         num_chunks = min(MOST_CHUNKS, max(1, -(-self.tiling.tiles.num // (self._group[0] * parts))))
         self._found = Found.empty(rows, self.tiling.tiles.num, device)
@@ -207,6 +216,12 @@ class Fused:
         self._offsets = uploaded(control.OFFSETS, device)
         self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
         self._levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
+        self._edges = self.tiling.edges
+        if isinstance(method.region, BalancedBlocks):
+            blocks = np.minimum(
+                np.arange(method.region.num_blocks + 1) * method.region.block_size(setup.numel), setup.numel
+            )
+            self._edges = torch.cat([self._edges, uploaded(blocks, device).to(self._edges.dtype)])
         self._first_rung = torch.zeros(1, dtype=torch.int64, device=device)
         self._nothing = torch.empty(0, device=device)
         self._all_ranks = uploaded(np.arange(setup.world), device)
@@ -230,6 +245,7 @@ class Fused:
     def learn(self, region: Any, criterion: SearchState) -> None:
         """Go on from such states."""
         self._late.clear()
+        self._sent = None
         (threshold,) = criterion.thresholds
         self._region, self._recent = region, criterion.recent
         self._cold = threshold == 0
@@ -242,9 +258,8 @@ class Fused:
     def _take_in(self, late: Late) -> None:
         record = late.record()
         self._recent = (*self._recent, max(record.quotas))[-control.RECENT :]
-        if late.yields is not None:
-            assert isinstance(self._method.region, BalancedBlocks)
-            self._region = self._method.region.taken_in(self._region, late.yields)
+        if isinstance(self._method.region, BalancedBlocks):
+            self._region = self._method.region.taken_in(self._region, late.blocks.diff())
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -253,8 +268,9 @@ class Fused:
         while self._late and self._late[0].step.index <= step.index - control.LAG:
             self._take_in(self._late.popleft())
         self._step = step
-        # the newest is what the host cannot know yet
-        self._room = control.room((*self._recent, 0)) if len(self._late) else control.room(self._recent)
+        # the newest is what the host cannot know yet, and need not
+        recent = (*self._recent, 0) if self._late else self._recent
+        self._room = self._criterion.room(SearchState((0.0,), recent=recent), step)
         borders = self._borders()
         self._sight = Sight(
             self._looked(borders), self._ladder, self._decision.learned, self._nothing, self._nothing, group=self._group
@@ -299,12 +315,12 @@ class Fused:
         from gradsieve.kernels.sieve import sieve
 
         self._found.narrow = gradient.element_size() < 4
-        for run in runs:
+        for run_of_tiles in runs:
             sieve(
                 gradient,
                 self._acc,
                 self.tiling.tiles,
-                run,
+                run_of_tiles,
                 self._sight,
                 self._found,
                 self._sent,
@@ -414,11 +430,7 @@ class Fused:
         rows, capacity, device = len(self._acc), len(support), self._acc.device
         beside = 0 if dense is None else dense.shape[-1]
         message = torch.empty((rows, capacity + beside), dtype=torch.float32, device=device)
-        yields, block = None, 1
-        if isinstance(self._method.region, BalancedBlocks):
-            block = self._method.region.block_size(self._setup.numel)
-            yields = torch.zeros(self._method.region.num_blocks, dtype=torch.int32, device=device)
-        gather(self._acc, support, self._decision, message, yields, block)
+        gather(self._acc, support, self._decision, message)
         if dense is not None:
             message[:, capacity:] = dense
         rest = None
@@ -432,10 +444,12 @@ class Fused:
             rest = rest.reshape(rows, capacity)
             dense_total = await self._collectives.all_reduce(others.contiguous() if self._is_team else others[0])
             mean, dense_mean = summed.float() / self._setup.world, dense_total / self._setup.world
-        late = Late.sent(self._step, self._decision.record, self._checks, yields)
+        # where tiles begin in the support and, for regions that learn from it, blocks
+        borders = torch.searchsorted(support, self._edges)
+        tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]
+        late = Late.sent(self._step, self._decision.record, self._checks, block_borders)
         self._late.append(late)
-        borders = torch.searchsorted(support, self.tiling.edges)
-        return Outcome(support, borders, mean, dense_mean, rest, late)
+        return Outcome(support, tile_borders, mean, dense_mean, rest, late)
 
     def sent(self, outcome: Outcome) -> Sent:
         """What the step sent: cleared from the residual when the next step reads it, or by `settle_residual`."""
@@ -454,5 +468,159 @@ class Fused:
         """Write the means into a bucket's gradient, zeros elsewhere."""
         from gradsieve.kernels.scatter import write_back
 
-        for run in runs:
-            write_back(gradient, self.tiling.tiles, run, sent, outcome.mean)
+        for run_of_tiles in runs:
+            write_back(gradient, self.tiling.tiles, run_of_tiles, sent, outcome.mean)
+
+
+class FusedWorker(Worker):
+    """A rank whose steps go through `Fused`."""
+
+    _fused: Fused | None = None
+
+    def __init__(
+        self,
+        method: Method,
+        setup: Setup,
+        collectives: Collectives,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        wire: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
+        self._fused = Fused(method, setup, collectives, self._residual.acc.unsqueeze(0), wire_dtype=wire)
+        self._buckets: dict[tuple[tuple[int, int], ...], list[Run]] = {}
+        self._taken: list[tuple[Tensor, list[Run]]] = []
+
+    @property
+    def residual(self) -> Residual:
+        if self._fused is not None:
+            self._fused.settle_residual()
+        return self._residual
+
+    @residual.setter
+    def residual(self, residual: Residual) -> None:
+        self._residual = residual
+
+    @property
+    def learned(self) -> Learned:
+        assert self._fused is not None
+        return Learned(*self._fused.learned())
+
+    @learned.setter
+    def learned(self, learned: Learned) -> None:
+        if self._fused is not None:
+            self._fused.learn(*learned)
+
+    def begin(self, parameters: Callable[[], Tensor] | None = None) -> None:
+        assert self._fused is not None
+        self.collectives.start_step()
+        self._taken = []
+        weights = None if parameters is None else Weights(parameters, self.setup.bounds)
+        self._fused.begin(self.now(), weights)
+
+    def take(self, arrived: Sequence[tuple[Slot, Tensor]]) -> None:
+        assert self._fused is not None
+        self.collectives.watch.switch("select")
+        for buffer, slots in _by_buffer(arrived):
+            if slots not in self._buckets:
+                self._buckets[slots] = self._fused.tiling.bucket(slots)
+            self._taken.append((buffer, self._buckets[slots]))
+            self._fused.feed(*self._taken[-1])
+        self.collectives.watch.switch(None)
+
+    async def exchange(self, dense: Tensor | None = None) -> Outcome:
+        assert self._fused is not None
+        self.collectives.watch.switch("select")
+        outcome = await self._fused.exchange(None if dense is None else dense.unsqueeze(0))
+        self.collectives.watch.switch(None)
+        return outcome
+
+    def finish(
+        self, reduced: Outcome, unapplied: Sequence[Span] = (), gradients: Sequence[tuple[Slot, Tensor]] = ()
+    ) -> PendingStats:
+        assert self._fused is not None
+        sent = self._fused.sent(reduced)
+        if unapplied:
+            with self._residual.keeping(unapplied):
+                self._fused.settle_residual()
+        for buffer, runs in self._taken:
+            self._fused.write_back(buffer, runs, reduced, sent)
+        write_dense(reduced.dense, gradients)
+        self._taken = []
+        self.step += 1
+        return PendingStats(reduced.late.step, reduced.late.stats, reduced.dense, self.collectives)
+
+
+def _by_buffer(arrived: Sequence[tuple[Slot, Tensor]]) -> list[tuple[Tensor, tuple[tuple[int, int], ...]]]:
+    """The pieces of memory that gradients lie in, whole and flat, and which slot begins where in each."""
+    buffers: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+    for slot, gradient in arrived:
+        if gradient.numel():
+            storage = gradient.untyped_storage()
+            key = storage.data_ptr()
+            if key not in buffers:
+                buffers[key] = gradient.new_empty(0).set_(storage), []
+            buffers[key][1].append((slot.place, int(gradient.storage_offset())))
+    return [(buffer, tuple(slots)) for buffer, slots in buffers.values()]
+
+
+def make_worker(
+    method: Method,
+    setup: Setup,
+    collectives: Collectives,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+) -> Worker:
+    """A rank's worker, by the fastest way that method and device allow."""
+    kind = FusedWorker if kernels.uses_triton(collectives.device) and suits(method, setup, dtype) else Worker
+    return kind(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
+
+
+class FusedTeam:
+    """Workers that share a process and step as one, through `Fused`: see `pipeline.Team`."""
+
+    def __init__(self, workers: Sequence[Worker], residual: Residual) -> None:
+        first = workers[0]
+        self._workers = workers
+        self._collectives = TeamCollectives(first.setup.world, first.collectives.device)
+        self._fused = Fused(first.method, first.setup, self._collectives, residual.acc, wire_dtype=first.wire)
+
+    def average(
+        self,
+        gradients: Tensor,
+        mean: Tensor,
+        parameters: Callable[[], Tensor] | None,
+        dense: Tensor | None,
+    ) -> tuple[Outcome, PendingStats]:
+        """A whole step, with the means written into `mean`. Uses the gradients up."""
+        first, collectives, fused = self._workers[0], self._collectives, self._fused
+        collectives.start_step()
+        collectives.watch.switch("select")
+        weights = None if parameters is None else Weights(parameters, first.setup.bounds)
+        step = first.now()
+        fused.begin(step, weights)
+        fused.feed(gradients, fused.tiling.whole)
+        outcome = run(fused.exchange(dense))
+        fused.write_back(mean, fused.tiling.whole, outcome, fused.sent(outcome))
+        collectives.watch.switch(None)
+        for worker in self._workers:
+            worker.step += 1
+        return outcome, PendingStats(step, outcome.late.stats, outcome.dense, collectives)
+
+    def settle(self) -> None:
+        """Clear from the residual what was sent."""
+        self._fused.settle_residual()
+
+    def bring_up(self) -> None:
+        """Bring the workers' states up to where the team is. Waits for the device."""
+        self.settle()
+        learned = Learned(*self._fused.learned())
+        for worker in self._workers:
+            worker.learned = learned
+
+    def take_up(self) -> None:
+        """Go on from where the workers are."""
+        self._fused.learn(*self._workers[0].learned)

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.checks import check_choice
 from gradsieve.collectives import GroupCollectives, OverlappedCollectives
+from gradsieve.fused import make_worker
 from gradsieve.layout import Exclude, Layout, excluded_names, fewer_than_two_dimensions
 from gradsieve.methods import Method
 from gradsieve.part import Part, Parts
-from gradsieve.pipeline import PendingStats, Worker, summed
+from gradsieve.pipeline import PendingStats, summed
 from gradsieve.rounding import wire_dtype
 from gradsieve.types import Setup, StepStats
 
@@ -173,7 +174,7 @@ class Sieve:
         kind = OverlappedCollectives if self.scope == "bucket" else GroupCollectives
         collectives = kind(self._group, self._layout.sparse[0].parameter.device)
         setup = Setup(collectives.world, layout.numel, layout.bounds)
-        worker = Worker(self.method, setup, collectives, seed=seed, dtype=self._residual_dtype, wire=self._wire)
+        worker = make_worker(self.method, setup, collectives, seed=seed, dtype=self._residual_dtype, wire=self._wire)
         return Part(layout, worker, self._used)
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradsieve.layout import Layout, Slot, flattened, write_back
+from gradsieve.layout import Layout, Slot, copy_all, flattened
 from gradsieve.pipeline import PendingStats, Worker
 from gradsieve.types import Span
 
@@ -54,15 +54,12 @@ class Part:
         """Exchange what was taken, and write the means into the gradients."""
         self._feed_clipped()
         reduced = await self.worker.exchange(self._dense_message())
-        pending = self.worker.finish(reduced, self._unapplied(reduced.dense))
-        write_back(reduced, self._gradients, self.layout)
+        pending = self.worker.finish(reduced, self._unapplied(reduced.dense), self._gradients)
         self._gradients = []
         return pending
 
     def _feed(self, arrived: list[tuple[Slot, Tensor]]) -> None:
-        for slot, gradient in arrived:
-            if slot.sparse:
-                self.worker.feed(slot.start, gradient)
+        self.worker.take([(slot, gradient) for slot, gradient in arrived if slot.sparse])
 
     def _feed_clipped(self) -> None:
         gradients = [gradient for _, gradient in self._gradients]
@@ -76,11 +73,8 @@ class Part:
 
     def _dense_message(self) -> Tensor:
         """The excluded gradients and, where parameters may go unused, a flag for each sparsified one."""
-        acc = self.worker.residual.acc
-        message = acc.new_zeros(self.layout.dense_numel, dtype=torch.promote_types(acc.dtype, torch.float32))
-        for slot, gradient in self._gradients:
-            if not slot.sparse:
-                message[slot.start : slot.stop] = gradient
+        message = torch.zeros(self.layout.dense_numel, dtype=self.worker.value_dtype, device=self.worker.device)
+        copy_all([(message[slot.start : slot.stop], gradient) for slot, gradient in self._gradients if not slot.sparse])
         if self._used is None:
             return message
         flags = [float(slot.parameter in self._used) for slot in self.layout.sparse]

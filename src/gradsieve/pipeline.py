@@ -13,6 +13,7 @@ from torch import Tensor
 from gradsieve.checks import check_whole
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import Collectives, TeamCollectives, run
+from gradsieve.layout import Slot, write_back
 from gradsieve.methods import Method
 from gradsieve.region import Region
 from gradsieve.residual import Residual
@@ -69,7 +70,17 @@ class Worker:
         self.wire = wire
         self.step = 0
         self.residual = residual or Residual.zeros((setup.numel,), method.feedback, collectives.device, dtype)
+        self._dtype = self.residual.acc.dtype
         self.learned = Learned(method.region.start(setup), method.criterion.start(setup))
+
+    @property
+    def device(self) -> torch.device:
+        return self.collectives.device
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """What values are averaged in."""
+        return torch.promote_types(self._dtype, torch.float32)
 
     def begin(self, parameters: Callable[[], Tensor] | None = None) -> None:
         """Start a step. One that was begun and not finished is given up; what it fed stays in the residual.
@@ -77,7 +88,7 @@ class Worker:
         `parameters` makes the flat parameters, for methods that look at them.
         """
         self.collectives.start_step()
-        step = self._now()
+        step = self.now()
         territory = self.method.region.known(self.learned.region, step) or Territory((), ())
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
         self.view = View(step, self.residual.acc, weights, territory, wire=self.wire)
@@ -91,7 +102,12 @@ class Worker:
         self._found.append(self.method.criterion.scan(self.learned.criterion, self.view, spans))
         self.collectives.watch.switch(None)
 
-    async def exchange(self, dense: Tensor | None = None) -> Reduced:
+    def take(self, arrived: Sequence[tuple[Slot, Tensor]]) -> None:
+        """`feed` what a bucket brings: flat gradients, and where they belong."""
+        for slot, gradient in arrived:
+            self.feed(slot.start, gradient)
+
+    async def exchange(self, dense: Tensor | None = None) -> Any:
         """Reduce the fed vector, and `dense` whole beside it."""
         self.collectives.watch.switch("select")
         self.view = replace(self.view, found=tuple(self._found), dense=dense)
@@ -99,15 +115,18 @@ class Worker:
         self.collectives.watch.switch(None)
         return reduced
 
-    def finish(self, reduced: Reduced, unapplied: Sequence[Span] = ()) -> PendingStats:
-        """Clear what was sent, learn from the step and count it.
+    def finish(
+        self, reduced: Any, unapplied: Sequence[Span] = (), gradients: Sequence[tuple[Slot, Tensor]] = ()
+    ) -> PendingStats:
+        """Clear what was sent, write the means into the gradients that were taken, learn from the step and count it.
 
         `unapplied` are spans whose mean nobody applies: what was sent there stays in the residual.
         """
         with self.residual.keeping(unapplied):
             self.residual.clear(reduced.sent, reduced.rest)
+        write_back(reduced, gradients, self.setup.bounds)
         self.learn(reduced)
-        return PendingStats(self.view.step, reduced, self.collectives)
+        return PendingStats(self.view.step, numbers_of(reduced), reduced.dense, self.collectives)
 
     def learn(self, reduced: Reduced) -> None:
         """Go on to the next step, with what this one told."""
@@ -131,7 +150,8 @@ class Worker:
             *(type(current)(**_copied(state[part])) for part, current in self.learned._asdict().items())
         )
 
-    def _now(self) -> Step:
+    def now(self) -> Step:
+        """The step that comes."""
         return Step(
             index=self.step,
             rank=self.collectives.rank,
@@ -180,7 +200,7 @@ class Team:
         for worker in self._workers[1:]:
             worker.learned, worker.step = first.learned, first.step
         collectives.watch.switch(None)
-        return reduced, PendingStats(first.view.step, reduced, collectives)
+        return reduced, PendingStats(first.view.step, numbers_of(reduced), reduced.dense, collectives)
 
     async def _exchange(self, views: Sequence[View], dense: Tensor | None) -> Reduced:
         state = self._workers[0].learned.criterion
@@ -189,16 +209,27 @@ class Team:
         return await self._method.exchange.reduce(together, proposal, self._collectives)
 
 
-class PendingStats:
-    """The record of a step, its times not read yet: reading them on CUDA waits for the step to end."""
+class Numbers(NamedTuple):
+    """What a step says of itself."""
 
-    def __init__(self, step: Step, reduced: Reduced, collectives: Collectives) -> None:
+    support: int
+    counts: tuple[int, ...]
+    thresholds: tuple[float, ...]
+
+
+def numbers_of(reduced: Reduced) -> Callable[[], Numbers]:
+    numbers = Numbers(reduced.support, reduced.counts, reduced.thresholds)
+    return lambda: numbers
+
+
+class PendingStats:
+    """The record of a step, its numbers and times not read yet: reading them on CUDA waits for the step to end."""
+
+    def __init__(self, step: Step, numbers: Callable[[], Numbers], dense: Tensor, collectives: Collectives) -> None:
         self._step = step
-        self._support = reduced.support
-        self._counts = reduced.counts
-        self._thresholds = reduced.thresholds
-        self._dense_numel = len(reduced.dense)
-        self._dense_bytes = reduced.dense.numel() * reduced.dense.element_size()
+        self._numbers = numbers
+        self._dense_numel = len(dense)
+        self._dense_bytes = dense.numel() * dense.element_size()
         self._wire_bytes = collectives.wire_bytes
         self._link_bytes = round(collectives.link_bytes)
         self._num_messages = collectives.num_messages
@@ -206,15 +237,16 @@ class PendingStats:
 
     def read(self) -> StepStats:
         step, seconds = self._step, self._watch.seconds()
+        support, counts, thresholds = self._numbers()
         return StepStats(
             step=step.index,
             numel=step.numel,
             target=step.target,
-            support=self._support,
-            density=self._support / step.numel if step.numel else 0.0,
-            threshold=_typical(self._thresholds),
-            counts=self._counts,
-            imbalance=imbalance(self._counts),
+            support=support,
+            density=support / step.numel if step.numel else 0.0,
+            threshold=_typical(thresholds),
+            counts=counts,
+            imbalance=imbalance(counts),
             wire_bytes=self._wire_bytes,
             link_bytes=self._link_bytes,
             num_messages=self._num_messages,

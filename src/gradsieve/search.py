@@ -73,7 +73,7 @@ class Searched(Criterion):
             search = _Search(self.score, view, _inside(whole, spans), goal, last)
             search.take([part[group] for part in view.found if group in part])
             searches.append(search)
-        return await self._proposal(state, searches, collectives)
+        return await self._proposal(self.room(state, view.step), searches, collectives)
 
     @property
     def knows_teams(self) -> bool:
@@ -82,9 +82,10 @@ class Searched(Criterion):
     async def pick_for_team(self, state: SearchState, views: Sequence[View], team: TeamCollectives) -> Proposal:
         looks = [(view, view.territory.spans if view.step.proposes else ()) for view in views]
         (goal,), (last,) = self._goals(state, views[0].step), state.thresholds
-        return await self._proposal(state, [_TeamSearch(self.score, looks, goal, last)], team)
+        room = self.room(state, views[0].step)
+        return await self._proposal(room, [_TeamSearch(self.score, looks, goal, last)], team)
 
-    async def _proposal(self, state: SearchState, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
+    async def _proposal(self, room: int | None, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
         """Run the searches to their end, all groups in one message a round."""
         while unsettled := [search for search in searches if not search.settled]:
             rows = await collectives.gather_numbers(torch.cat([search.counts() for search in unsettled], dim=-1))
@@ -95,7 +96,7 @@ class Searched(Criterion):
             indices=torch.cat([search.picked() for search in searches]),
             counts=tuple(map(sum, zip(*(search.quotas for search in searches), strict=True))),
             thresholds=tuple(search.threshold for search in searches),
-            room=control.room(state.recent),
+            room=room,
         )
 
     def observe(self, state: SearchState, step: Step, reduced: Reduced) -> SearchState:
@@ -105,11 +106,15 @@ class Searched(Criterion):
             control.next_threshold(applied, sum(counts), goal) if applied else last
             for applied, last in zip(reduced.thresholds, state.thresholds, strict=True)
         )
-        room = control.room(state.recent)
+        room = self.room(state, step)
         overlap = sum(counts if room is None else (min(count, room) for count in counts)), reduced.distinct
         if not self.overlapping or 0 in overlap:
             overlap = state.travelled, state.distinct
         return SearchState(thresholds, *overlap, (*state.recent, max(counts))[-control.RECENT :])
+
+    def room(self, state: SearchState, step: Step) -> int | None:
+        """How many entries of one rank may travel in this step."""
+        return control.room(state.recent, -(-step.target // len(step.proposers)))
 
     def _groups(self, setup: Setup) -> list[Span]:
         if self.per_layer and len(setup.bounds) > 1:

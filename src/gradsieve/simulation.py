@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradsieve import kernels
 from gradsieve.collectives import LocalCollectives, lockstep
+from gradsieve.fused import FusedTeam, suits
 from gradsieve.methods import Method
 from gradsieve.pipeline import PendingStats, Team, Worker
 from gradsieve.residual import Residual
@@ -71,34 +73,69 @@ class Simulation:
         ]
         # on CUDA a launch costs more than what it does
         as_team = torch.device(device).type == "cuda" if as_team is None else as_team
-        self._team = Team(self.workers, self._residual) if as_team and Team.suits(method) else None
+        self._fused: FusedTeam | None = None
+        self._team: Team | None = None
+        if as_team and kernels.uses_triton(torch.device(device)) and suits(method, setup, residual_dtype):
+            self._fused = FusedTeam(self.workers, self._residual)
+        elif as_team and Team.suits(method):
+            self._team = Team(self.workers, self._residual)
 
     @property
     def residual(self) -> Tensor:
         """`[world, numel]`: a copy of every worker's residual."""
-        return self._residual.acc.clone()
+        return self._settled().acc.clone()
 
     def residual_norms(self) -> Tensor:
         """`[world]`: the L2 norm of every worker's residual."""
-        norms: Tensor = self._residual.acc.float().norm(dim=1)
+        norms: Tensor = self._settled().acc.float().norm(dim=1)
         return norms
+
+    def _settled(self) -> Residual:
+        """The residual, with nothing in it that was sent."""
+        if self._fused is not None:
+            self._fused.settle()
+        return self._residual
 
     def step(self, gradients: Tensor, parameters: Tensor | None = None) -> tuple[Tensor, StepStats]:
         """Average one gradient per worker, `[world, numel]`; returns the mean, `[numel]`, and rank 0's record."""
         self._check_parameters(parameters)
-        reduced, pending = self.reduce(gradients, None if parameters is None else lambda: parameters.reshape(-1))
-        mean = torch.zeros(gradients.shape[1], dtype=reduced.mean.dtype, device=gradients.device)
-        mean[reduced.indices] = reduced.mean
+        dtype = torch.promote_types(self._residual.acc.dtype, torch.float32)
+        mean = torch.zeros(gradients.shape[-1], dtype=dtype, device=gradients.device)
+        flat = None if parameters is None else parameters.reshape(-1)
+        _, pending = self.average(gradients, mean, None if flat is None else lambda: flat)
         return mean, pending[0].read()
+
+    def average(
+        self,
+        gradients: Tensor,
+        mean: Tensor,
+        parameters: Callable[[], Tensor] | None = None,
+        dense: Tensor | None = None,
+        *,
+        use_up: bool = False,
+    ) -> tuple[Tensor, list[PendingStats]]:
+        """`step` into a `mean` of one's own, and without a wait: returns the mean of `dense` and the workers' records.
+
+        `parameters` makes the flat parameters, for methods that ask. `dense`, `[world, any]`, travels whole beside.
+        With `use_up` the gradients may be overwritten, which spares a copy where kernels do that.
+        """
+        if self._fused is not None:
+            self._check_gradients(gradients, dense)
+            fed = gradients if use_up and gradients.is_contiguous() else gradients.clone()
+            outcome, pending = self._fused.average(fed, mean, parameters, dense)
+            return outcome.dense, [pending]
+        reduced, records = self.reduce(gradients, parameters, dense)
+        mean.zero_()
+        mean[reduced.indices] = reduced.mean.to(mean.dtype)
+        return reduced.dense, records
 
     def reduce(
         self, gradients: Tensor, parameters: Callable[[], Tensor] | None = None, dense: Tensor | None = None
     ) -> tuple[Reduced, list[PendingStats]]:
-        """`step` without the zeros: the mean at the support, and the workers' records, rank 0's first.
-
-        `parameters` makes the flat parameters, for methods that ask. `dense`, `[world, any]`, travels whole beside.
-        """
+        """`average` without the zeros: the mean at the support, and the workers' records, rank 0's first."""
         self._check_gradients(gradients, dense)
+        if self._fused is not None:
+            return self._reduced_by_kernels(gradients, parameters, dense)
         if self.method.feedback.clip is not None:
             gradients, dense = self._clipped(gradients, dense)
         if self._team is not None:
@@ -112,8 +149,29 @@ class Simulation:
         finished = [worker.finish(reduced) for worker, reduced in zip(self.workers, outcomes, strict=True)]
         return outcomes[0], finished
 
+    def _reduced_by_kernels(
+        self, gradients: Tensor, parameters: Callable[[], Tensor] | None, dense: Tensor | None
+    ) -> tuple[Reduced, list[PendingStats]]:
+        """Waits for the step to end: how many entries there are is known only then."""
+        assert self._fused is not None
+        mean = torch.empty(gradients.shape[1], device=gradients.device)
+        outcome, pending = self._fused.average(gradients.clone(), mean, parameters, dense)
+        record = outcome.late.record()
+        support, thresholds = outcome.support[: record.support].long(), outcome.late.stats().thresholds
+        return Reduced(
+            indices=support,
+            mean=outcome.mean[: record.support],
+            dense=outcome.dense,
+            sent=support,
+            counts=record.quotas,
+            thresholds=thresholds,
+            distinct=record.distinct,
+        ), [pending]
+
     def state_dict(self) -> list[dict[str, Any]]:
         """A copy of every worker's state, by rank."""
+        if self._fused is not None:
+            self._fused.bring_up()
         return [
             {"learned": worker.state_dict()} | {name: vector.clone() for name, vector in worker.residual.named()}
             for worker in self.workers
@@ -127,6 +185,8 @@ class Simulation:
             worker.load_state_dict(state["learned"])
             for name, vector in worker.residual.named():
                 vector.copy_(state[name])
+        if self._fused is not None:
+            self._fused.take_up()
 
     def _clipped(self, gradients: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Every worker's gradient within the method's largest norm."""

@@ -28,7 +28,9 @@ class Weights:
         flat = self.flat.float()
         sizes = [stop - start for start, stop in pairwise(self._bounds)]
         *norms, whole = torch._foreach_norm([*torch.split(flat, sizes), flat])
-        tensors = torch.stack(norms) / flat.new_tensor(sizes).clamp_min_(1).sqrt_()
+        # from memory that the device can read by itself, so that nobody waits
+        roots = torch.tensor([max(size, 1) for size in sizes], pin_memory=flat.is_cuda).float().sqrt_()
+        tensors = torch.stack(norms) / roots.to(flat.device, non_blocking=True)
         model = whole / math.sqrt(max(flat.numel(), 1))
         scales = torch.where(tensors > 0, tensors, model)
         return torch.where(scales > 0, scales, torch.ones_like(scales))

@@ -212,24 +212,35 @@ def _check_bounds(first: int, last: int, start: int | None, stop: int | None) ->
         )
 
 
+# What follows works in place where it can, because fresh memory takes longer than the arithmetic.
+
+
 def _words(offsets: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[np.uint32]:
     """The upper part and the lower part."""
     words = np.zeros(shape.upper_words + shape.lower_words, "<u4")
     marks = np.zeros(32 * shape.upper_words, np.uint8)
-    marks[(offsets >> shape.low_bits) + np.arange(len(offsets))] = 1
+    numbers = np.arange(len(offsets))
+    upper = offsets >> shape.low_bits
+    upper += numbers
+    marks[upper] = 1
     words[: shape.upper_words] = np.packbits(marks, bitorder="little").view("<u4")
     if len(offsets) and shape.low_bits:
-        _write_lower(offsets & shape.low_mask, shape.low_bits, words[shape.upper_words :])
+        numbers *= shape.low_bits
+        values = np.bitwise_and(offsets, shape.low_mask, out=upper)
+        _write_lower(values, numbers, shape.low_bits, words[shape.upper_words :])
     return words
 
 
-def _write_lower(values: npt.NDArray[np.int64], low_bits: int, lower: npt.NDArray[np.uint32]) -> None:
-    """Values of so many bits, one right behind the other."""
-    places = np.arange(len(values)) * low_bits
+def _write_lower(
+    values: npt.NDArray[np.int64], places: npt.NDArray[np.int64], low_bits: int, lower: npt.NDArray[np.uint32]
+) -> None:
+    """Values of so many bits, each at its place right behind the one before; spoils both."""
     # the first value that begins in each word: in all of them one does, for no value is longer than a word
     firsts = -(-32 * np.arange(int(places[-1]) // 32 + 1) // low_bits)
+    places &= 31
+    values <<= places
     # the bits are disjoint, so a sum joins them; what reaches into the next word stands above
-    sums = np.add.reduceat(values << (places & 31), firsts)
+    sums = np.add.reduceat(values, firsts)
     lower[: len(sums)] = sums & _MASK
     carried = sums[: len(lower) - 1] >> 32
     lower[1 : len(carried) + 1] |= carried.astype(np.uint32)
@@ -238,15 +249,21 @@ def _write_lower(values: npt.NDArray[np.int64], low_bits: int, lower: npt.NDArra
 def _offsets(words: npt.NDArray[np.uint32], count: int, shape: Shape) -> npt.NDArray[np.int64]:
     """How far behind the start each index lies."""
     marks = np.unpackbits(words[: shape.upper_words].view(np.uint8), bitorder="little")
-    upper = np.flatnonzero(marks.view(np.bool_))
-    _check_marks(len(upper), count)
-    numbers = np.arange(count)
+    offsets: npt.NDArray[np.int64] = np.flatnonzero(marks.view(np.bool_))
+    _check_marks(len(offsets), count)
+    places = np.arange(count)
+    offsets -= places
+    offsets <<= shape.low_bits
     # each word with its successor above it, because a value may reach into that; behind the last there is none
     pairs = np.append(words[shape.upper_words :].astype(np.int64), 0)
     pairs[:-1] |= pairs[1:] << 32
-    places = numbers * shape.low_bits
-    lower: npt.NDArray[np.int64] = pairs[places >> 5] >> (places & 31) & shape.low_mask
-    return (upper - numbers) << shape.low_bits | lower
+    places *= shape.low_bits
+    lower = pairs[places >> 5]
+    places &= 31
+    lower >>= places
+    lower &= shape.low_mask
+    offsets |= lower
+    return offsets
 
 
 def _checksum(words: npt.NDArray[np.uint32]) -> int:

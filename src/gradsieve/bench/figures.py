@@ -43,19 +43,11 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(statistics.median(seconds), tenths[0], tenths[-1], len(seconds))
 
 
-def path_of(device: torch.device) -> str:
-    """Which of the kernels run on a device, in words."""
-    told = getattr(kernels, "path", None)
-    if told is not None:
-        return str(told(device))
-    return f"plain torch on {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}"
-
-
 def result(kind: str, device: torch.device, setting: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Any:
     """A measurement as JSON holds it."""
     return {
         "benchmark": kind,
-        "path": path_of(device),
+        "path": kernels.path(device),
         "setting": dict(setting),
         "provenance": provenance(device),
         "rows": [dict(row) for row in rows],

@@ -111,13 +111,8 @@ def cases(numel: int, setting: KernelSetting, device: torch.device) -> dict[str,
         "add_ + zero_": partial(_add_and_zero, numel, device),
         "topk": partial(_topk, numel, setting.density, device),
         "published micro": partial(_published, numel, setting, device),
-        **{f"{name}, local step": partial(_step, steps, name) for name in list(steps)},
+        **{f"{name}, local step": make for name, make in steps.items()},
     }
-
-
-def _step(steps: dict[str, Callable[[], None]], name: str) -> Case:
-    """Handed out once, so that the memory of a step that was measured is free again."""
-    return Case(steps.pop(name))
 
 
 def _copy(numel: int, device: torch.device) -> Case:

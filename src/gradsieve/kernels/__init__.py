@@ -1,5 +1,6 @@
 """The passes over vectors that a step is made of."""
 
+from gradsieve.kernels.dispatch import has_triton, path, uses_triton, using
 from gradsieve.kernels.reference import (
     at_least,
     count_at_least,
@@ -17,9 +18,13 @@ __all__ = [
     "count_at_least",
     "count_by_rank",
     "exponential_threshold",
+    "has_triton",
     "largest",
     "merged",
+    "path",
     "sampled_threshold",
     "thinned",
     "uniform",
+    "uses_triton",
+    "using",
 ]

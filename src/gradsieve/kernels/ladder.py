@@ -28,13 +28,15 @@ def group_shape(per_tile: float) -> tuple[int, int]:
     """How many tiles, by how many entries of each, make a group, if a tile is expected to have so many."""
     entries = min(128, max(16, triton.next_power_of_2(int(2.5 * per_tile) + 1)))
     return GROUP // entries, entries
+
+
 _HEAD = tl.constexpr(HEAD)
 
 DECIDE_WARPS = 1
 
 
 @triton.jit
-def chunk_of(looks, row, num_chunks, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+def chunk_of(looks, row, num_chunks, TILES: tl.constexpr):
     """The tiles that this program looks at: the row's tiles are dealt out in order, in whole groups."""
     first = tl.load(looks + row * 4 + 2)
     last = tl.load(looks + row * 4 + 3)
@@ -45,7 +47,7 @@ def chunk_of(looks, row, num_chunks, TILES: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+def scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE: tl.constexpr):
     """Bits of the scores of entries of one tile, out of the vector itself."""
     value = tl.load(acc + position, mask=inside, other=0.0).to(tl.float32)
     weight = 0.0
@@ -57,7 +59,7 @@ def scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE: tl.c
 
 
 @triton.jit
-def collected_of(tiles, there, row, tile_counts, tile_places, num_tiles):  # type: ignore[no-untyped-def]
+def collected_of(tiles, there, row, tile_counts, tile_places, num_tiles):
     """For a few tiles: how many entries were collected, and where they stand."""
     numbers = tl.load(tile_counts + row * num_tiles + tiles, mask=there, other=0)
     places = tl.load(tile_places + row * num_tiles + tiles, mask=there & (numbers > 0), other=0)
@@ -65,11 +67,11 @@ def collected_of(tiles, there, row, tile_counts, tile_places, num_tiles):  # typ
 
 
 @triton.jit
-def collected_levels(  # type: ignore[no-untyped-def]
+def collected_levels(
     first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
     ENTRIES: tl.constexpr, NARROW: tl.constexpr, BY_IMPORTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Places within their tiles, and levels, of the entries from number `first` of a few tiles; level -1: none there."""
+    """Places in their tiles, and levels, of the entries from number `first` on of a few tiles; level -1: none there."""
     entries = first + tl.arange(0, ENTRIES)
     inside = entries[None, :] < numbers[:, None]
     if NARROW:
@@ -87,8 +89,20 @@ def collected_levels(  # type: ignore[no-untyped-def]
     return place, tl.where(inside, level, -1)
 
 
+@triton.jit
+def _by_rung(scores, rungs):
+    """How many of the scores have each rung as their highest; those below all, and negative ones, are left out."""
+    # how many rungs each reaches, by halves
+    reached = tl.zeros_like(scores)
+    for halving in tl.static_range(6):
+        middle = reached + (_RUNGS >> (halving + 1))
+        reached = tl.where(scores >= tl.load(rungs + middle - 1), middle, reached)
+    reached = tl.where(scores >= tl.load(rungs + reached), reached + 1, reached)
+    return tl.histogram(tl.maximum(reached - 1, 0), _RUNGS, mask=(reached > 0) & (scores >= 0))
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
-def _count(  # type: ignore[no-untyped-def]
+def _count(
     acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
     chunk_counts, counts, num_chunks,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
@@ -96,8 +110,6 @@ def _count(  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64)
     low, high = chunk_of(looks, row, num_chunks, TILES)
     acc += row * acc_row
-    # bits, or levels
-    rung = tl.load(rungs + tl.arange(0, _RUNGS))
     reached = tl.zeros([_RUNGS], dtype=tl.int32)
     if ALL:
         start = tl.load(looks + row * 4)
@@ -111,17 +123,31 @@ def _count(  # type: ignore[no-untyped-def]
                 inside = position < end
                 score = scores_of(acc, weights, margins, slot, position, inside, BY_IMPORTANCE)
                 score = tl.where(inside, score, -1)
-                reached += tl.sum((score[:, None] >= rung[None, :]).to(tl.int32), axis=0)
+                reached += _by_rung(score, rungs)
     else:
         for tile in range(low, high, TILES):
             tiles = tile + tl.arange(0, TILES)
             numbers, places = collected_of(tiles, tiles < high, row, tile_counts, tile_places, num_tiles)
             for first in range(0, tl.max(numbers), ENTRIES):
                 _, level = collected_levels(
-                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last, ENTRIES, NARROW, BY_IMPORTANCE
+                    first,
+                    numbers,
+                    places,
+                    tiles,
+                    starts,
+                    slots,
+                    acc,
+                    weights,
+                    margins,
+                    last,
+                    ENTRIES,
+                    NARROW,
+                    BY_IMPORTANCE,
                 )
                 level = tl.reshape(level, [TILES * ENTRIES])
-                reached += tl.sum((level[:, None] >= rung[None, :]).to(tl.int32), axis=0)
+                reached += _by_rung(level, rungs)
+    # from how many have each as their highest to how many reach it
+    reached = tl.sum(reached) - tl.cumsum(reached) + reached
     column = tl.arange(0, _RUNGS)
     tl.store(chunk_counts + (row * _RUNGS + column) * num_chunks + tl.program_id(0), reached)
     tl.atomic_add(counts + row * _RUNGS + column, reached, mask=reached > 0, sem="relaxed")
@@ -161,19 +187,21 @@ def count(
 
 
 @triton.jit
-def _at(values, places, place):  # type: ignore[no-untyped-def]
+def _at(values, places, place):
     return tl.sum(tl.where(places == place, values, 0))
 
 
 @triton.jit(do_not_specialize=["target", "most", "ceiling", "room"])
-def _decide(  # type: ignore[no-untyped-def]
-    gathered, ladder, offsets, learned, record, applied, counts, target, most, ceiling, room, rows, world,
+def _decide(
+    gathered, gathered_row, ladder, offsets, learned, record, applied, counts, target, most, ceiling, room, rows, world,
     WORLD: tl.constexpr, COLD: tl.constexpr, FIRST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, _RUNGS)
     rank = tl.arange(0, WORLD)
     present = rank < world
-    table = tl.load(gathered + rank[:, None] * _RUNGS + place[None, :], mask=present[:, None], other=0).to(tl.int64)
+    table = tl.load(gathered + rank[:, None] * gathered_row + place[None, :], mask=present[:, None], other=0).to(
+        tl.int64
+    )
     # they may be the counts of this process, which the next count adds to
     tl.debug_barrier()
     for row in range(rows):
@@ -259,6 +287,7 @@ def decide(
     world = len(gathered)
     _decide[(1,)](
         gathered,
+        gathered.stride(0),
         ladder,
         offsets,
         decision.learned,

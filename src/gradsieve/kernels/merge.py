@@ -18,7 +18,7 @@ WORDS = 256
 
 
 @triton.jit
-def _marks_of(marks, chunk, num_words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _marks_of(marks, chunk, num_words, WORDS: tl.constexpr):
     """The marks of a chunk as a table of words by bits."""
     word = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     held = tl.load(marks + word, mask=word < num_words, other=0)
@@ -27,13 +27,13 @@ def _marks_of(marks, chunk, num_words, WORDS: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):
     _, _, marked = _marks_of(marks, tl.program_id(0), num_words, WORDS)
     tl.store(chunk_counts + tl.program_id(0), tl.sum(marked))
 
 
 @triton.jit(do_not_specialize=["num_words", "num_chunks", "target", "percent", "capacity"])
-def _merge(  # type: ignore[no-untyped-def]
+def _merge(
     marks, num_words, chunk_counts, num_chunks, target, percent, record, learned, support, capacity,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,10 @@ def _merge(  # type: ignore[no-untyped-def]
     in_word = tl.sum(marked, axis=1).to(tl.int64)
     base = before + tl.cumsum(in_word) - in_word
     number = base[:, None] + tl.cumsum(marked.to(tl.int64), axis=1) - 1
-    place = thinned(number, distinct, kept)
+    place = number
+    # nearly always all stay, and divisions take long
+    if kept < distinct:
+        place = thinned(number, distinct, kept)
     index = word[:, None] * 32 + bit[None, :]
     shown = (marked == 1) & (place >= 0) & (place < capacity)
     tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)

@@ -29,7 +29,7 @@ _AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
-def sum_before(values, until):  # type: ignore[no-untyped-def]
+def sum_before(values, until):
     """The sum of the first `until` of some numbers."""
     total = tl.zeros([_AT_ONCE], dtype=tl.int64)
     for first in range(0, until, _AT_ONCE):
@@ -39,14 +39,14 @@ def sum_before(values, until):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _header_sum(tag, count, start):  # type: ignore[no-untyped-def]
+def _header_sum(tag, count, start):
     """What the header adds to the checksum."""
     low = start & 0xFFFFFFFF
     return tag * _TAG_FACTOR + count * _COUNT_FACTOR + low * _LOW_FACTOR + (start >> 32) * _HIGH_FACTOR
 
 
 @triton.jit
-def _put(words, bit, value, mask):  # type: ignore[no-untyped-def]
+def _put(words, bit, value, mask):
     """Set a few bits from bit number `bit` on; they may reach into the next word."""
     spread = value << (bit & 31)
     tl.atomic_or(words + (bit >> 5), spread.to(tl.int32), mask=mask, sem="relaxed")
@@ -55,7 +55,7 @@ def _put(words, bit, value, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["capacity", "num_words", "upper_words", "first_rank", "low_bits", "tag"])
-def _pack(  # type: ignore[no-untyped-def]
+def _pack(
     picked, capacity, looks, record, message, num_words, upper_words, low_bits, tag, first_rank, world,
     INDICES: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _pack(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_words", "upper_words", "num_chunks"])
-def _tally(  # type: ignore[no-untyped-def]
+def _tally(
     messages, num_words, upper_words, checks, chunk_entries, num_chunks, WORDS: tl.constexpr, SEAL: tl.constexpr
 ):  # fmt: skip
     """Add up the words for the checksum: into the message, or beside it with the set bits of its upper part."""
@@ -129,7 +129,7 @@ def pack(picked: Tensor, sight: Sight, decision: Decision, shape: wire.Shape, fi
 @triton.jit(
     do_not_specialize=["num_words", "upper_words", "num_chunks", "low_bits", "tag", "shift", "numel", "capacity"]
 )
-def _unpack(  # type: ignore[no-untyped-def]
+def _unpack(
     messages, num_words, upper_words, low_bits, tag, checks, chunk_entries, num_chunks, record, ranks, world, shift,
     numel, support, capacity, marks,
     WORDS: tl.constexpr, WORLD: tl.constexpr, DISJOINT: tl.constexpr,
@@ -186,7 +186,7 @@ def unpack(
 ) -> Tensor:
     """The indices of all messages, `[messages, bytes]`: side by side into `support` or, given `marks`, as marks there.
 
-    `ranks` says whose message each is. Side by side means in the order of partitions, which at this step lie `shift` on.
+    `ranks` says whose message each is. Side by side means in the order of partitions, at this step `shift` on.
     Returns, for each message, the checksum of what came and the one that it has to be, `[messages, 2]`.
     """
     words = messages.view(torch.int32)

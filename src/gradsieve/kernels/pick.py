@@ -26,7 +26,7 @@ _HEAD = tl.constexpr(HEAD)
 
 
 @triton.jit
-def thinned(number, count, quota):  # type: ignore[no-untyped-def]
+def thinned(number, count, quota):
     """Where entry `number` of `count` goes among `quota` evenly spread ones; -1 if it is left out.
 
     Entry `j` of the thinned list is entry `j * count // quota` of the whole one.
@@ -38,7 +38,7 @@ def thinned(number, count, quota):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _placed(number, reaching, quota, length):  # type: ignore[no-untyped-def]
+def _placed(number, reaching, quota, length):
     """Where an entry goes in the proposal, first thinned to the quota, then to the length that may travel."""
     placed = number
     # nearly always all go, and divisions take long
@@ -50,7 +50,7 @@ def _placed(number, reaching, quota, length):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "first_rank"])
-def _pick(  # type: ignore[no-untyped-def]
+def _pick(
     acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
     chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
@@ -82,7 +82,9 @@ def _pick(  # type: ignore[no-untyped-def]
                 hit = inside & (score >= threshold)
                 hits = hit.to(tl.int64)
                 place = _placed(number + tl.cumsum(hits) - 1, reaching, quota, length)
-                tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0))
+                tl.store(
+                    picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length)
+                )
                 number += tl.sum(hits)
     else:
         for tile in range(low, high, TILES):
@@ -94,21 +96,45 @@ def _pick(  # type: ignore[no-untyped-def]
             passing = tl.zeros([TILES], dtype=tl.int32)
             for first in range(0, most, ENTRIES):
                 _, level = collected_levels(
-                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
-                    ENTRIES, NARROW, BY_IMPORTANCE
+                    first,
+                    numbers,
+                    places,
+                    tiles,
+                    starts,
+                    slots,
+                    acc,
+                    weights,
+                    margins,
+                    last,
+                    ENTRIES,
+                    NARROW,
+                    BY_IMPORTANCE,
                 )
                 passing += tl.sum((level >= threshold).to(tl.int32), axis=1)
             base = number + (tl.cumsum(passing) - passing)
             for first in range(0, most, ENTRIES):
                 offset, level = collected_levels(
-                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
-                    ENTRIES, NARROW, BY_IMPORTANCE
+                    first,
+                    numbers,
+                    places,
+                    tiles,
+                    starts,
+                    slots,
+                    acc,
+                    weights,
+                    margins,
+                    last,
+                    ENTRIES,
+                    NARROW,
+                    BY_IMPORTANCE,
                 )
                 hit = level >= threshold
                 hits = hit.to(tl.int32)
                 place = _placed(base[:, None] + tl.cumsum(hits, axis=1) - 1, reaching, quota, length)
                 position = flats[:, None] + offset
-                tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0))
+                tl.store(
+                    picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length)
+                )
                 base += tl.sum(hits, axis=1)
             number += tl.sum(passing)
 

@@ -11,34 +11,27 @@ from torch import Tensor
 
 from gradsieve.kernels.tiling import TILE, Decision, Run, Sent, Tiles
 
-_ENTRIES = 1024
+ENTRIES = 1024
+"""Entries of the support that a program handles."""
+WRITTEN = 128
+"""Entries that a program writes at a time: more than a tile nearly ever has."""
+WRITE_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["capacity", "stride", "block"])
-def _gather(  # type: ignore[no-untyped-def]
-    acc, acc_row, support, record, values, stride, capacity, yields, block,
-    ENTRIES: tl.constexpr, YIELDS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["capacity", "stride"])
+def _gather(acc, acc_row, support, record, values, stride, capacity, ENTRIES: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     there = place < tl.load(record + 7)
     index = tl.load(support + place, mask=there, other=0).to(tl.int64)
     value = tl.load(acc + row * acc_row + index, mask=there, other=0.0).to(values.dtype.element_ty)
     tl.store(values + row * stride + place, value, mask=place < capacity)
-    if YIELDS:
-        if row == 0:
-            tl.atomic_add(yields + index // block, tl.full([ENTRIES], 1, dtype=tl.int32), mask=there, sem="relaxed")
 
 
-def gather(
-    acc: Tensor, support: Tensor, decision: Decision, values: Tensor, yields: Tensor | None = None, block: int = 1
-) -> None:
-    """The values of all rows at the support, `values[:, :capacity]`; zeros behind its end.
-
-    Given `yields`, also adds up there how many entries of the support lie in each block of the vector.
-    """
+def gather(acc: Tensor, support: Tensor, decision: Decision, values: Tensor) -> None:
+    """The values of all rows at the support, `values[:, :capacity]`; zeros behind its end."""
     capacity = len(support)
-    _gather[(triton.cdiv(capacity, _ENTRIES), len(acc))](
+    _gather[(triton.cdiv(capacity, ENTRIES), len(acc))](
         acc,
         acc.stride(0),
         support,
@@ -46,16 +39,13 @@ def gather(
         values,
         values.stride(0),
         capacity,
-        support if yields is None else yields,
-        block,
-        ENTRIES=_ENTRIES,
-        YIELDS=yields is not None,
+        ENTRIES=ENTRIES,
         num_warps=4,
     )
 
 
 @triton.jit(do_not_specialize=["first_tile"])
-def _write_back(  # type: ignore[no-untyped-def]
+def _write_back(
     gradient, starts, sources, first_tile, support, mean, borders,
     TILE: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -102,11 +92,8 @@ def write_back(gradient: Tensor, tiling: Tiles, run: Run, sent: Sent, mean: Tens
         mean,
         sent.borders,
         TILE=TILE,
-        ENTRIES=64,
+        ENTRIES=WRITTEN,
         ALIGNED=run.aligned,
         IN_PLACE=run.sources is None,
-        num_warps=NUM_WARPS,
+        num_warps=WRITE_WARPS,
     )
-
-
-NUM_WARPS = 4

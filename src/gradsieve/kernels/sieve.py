@@ -37,16 +37,15 @@ _LEVEL_BITS = tl.constexpr(LEVEL_BITS)
 _BELOW = tl.constexpr(LEVELS_BELOW << LEVEL_BITS)
 BLOCK = 1024
 """Entries of a tile that are in registers at a time."""
-LINE = 128
+LINE = 32
 """Entries whose hits are numbered within a warp, before the lines are."""
-ENTRIES = 64
+ENTRIES = 128
 """Sent entries that are cleared at a time."""
 NUM_WARPS = 4
-EARLY = False
 
 
 @triton.jit
-def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):  # type: ignore[no-untyped-def]
+def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):
     """The bits of an entry's score: they sort like the score, and what is not a number comes last."""
     if BY_IMPORTANCE:
         size = tl.maximum(tl.abs(weights) + margin, 1.1754943508222875e-38)
@@ -57,14 +56,14 @@ def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def level_of(bits, last):  # type: ignore[no-untyped-def]
+def level_of(bits, last):
     """The level of a score above the base that lies below the last threshold; the highest for what is beyond all."""
     level = (bits - (last - _BELOW)) >> _LEVEL_BITS
     return tl.where(bits >= _HUGE, 65535, tl.minimum(level, 65535))
 
 
 @triton.jit
-def clear_tile(acc, tile, sent, borders, rest, REST: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+def clear_tile(acc, tile, sent, borders, rest, REST: tl.constexpr, ENTRIES: tl.constexpr):
     """Clear what was sent of a tile, but for the rest that did not travel."""
     first = tl.load(borders + tile)
     last = tl.load(borders + tile + 1)
@@ -79,12 +78,11 @@ def clear_tile(acc, tile, sent, borders, rest, REST: tl.constexpr, ENTRIES: tl.c
 
 
 @triton.jit(do_not_specialize=["first_tile"])
-def _sieve(  # type: ignore[no-untyped-def]
+def _sieve(
     gradient, gradient_row, acc, acc_row, starts, sources, first_tile, looks, ladder, last, weights, margins, slots,
     tile_counts, tile_places, num_tiles, sent, borders, rest, rest_row,
     BLOCK: tl.constexpr, LINE: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
     COLLECT: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, CLEAR: tl.constexpr, REST: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     tile = first_tile + tl.program_id(0)
@@ -120,10 +118,7 @@ def _sieve(  # type: ignore[no-untyped-def]
         # a mask would forbid wide loads
         whole = begin + BLOCK <= length
         if whole:
-            if EARLY:
-                taken = tl.load(fed + place, eviction_policy="evict_first")
-            else:
-                taken = tl.load(fed + place)
+            taken = tl.load(fed + place)
             kept = tl.load(target)
         else:
             taken = tl.load(fed + place, mask=inside, other=0.0)
@@ -205,13 +200,12 @@ def sieve(
         NARROW=gradient.element_size() < 4,
         CLEAR=sent is not None,
         REST=rest is not None,
-        EARLY=EARLY,
         num_warps=NUM_WARPS,
     )
 
 
 @triton.jit
-def _clear(acc, acc_row, sent, borders, rest, rest_row, REST: tl.constexpr, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _clear(acc, acc_row, sent, borders, rest, rest_row, REST: tl.constexpr, ENTRIES: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     clear_tile(acc + row * acc_row, tl.program_id(0), sent, borders, rest + row * rest_row, REST, ENTRIES)
 

@@ -151,5 +151,5 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[int], world: int) -> Record:
-        counts = [tuple(numbers[start : start + world]) for start in range(HEAD, HEAD + 3 * world, world)]
-        return cls(*numbers[:HEAD], *counts)
+        reaching, quotas, lengths = (tuple(numbers[HEAD + k * world : HEAD + (k + 1) * world]) for k in range(3))
+        return cls(*numbers[:HEAD], reaching=reaching, quotas=quotas, lengths=lengths)  # type: ignore[arg-type, misc]

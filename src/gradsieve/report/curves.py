@@ -53,7 +53,8 @@ def _edges(steps: Array, most: int) -> Array:
     steps = steps[np.isfinite(steps)]
     if len(steps) <= most:
         return steps
-    return steps[np.arange(most) * len(steps) // most]
+    chosen: Array = steps[np.arange(most) * len(steps) // most]
+    return chosen
 
 
 def _table(bins: Sequence[npt.NDArray[np.intp]], columns: Sequence[Array], width: int) -> Array:

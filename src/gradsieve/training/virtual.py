@@ -55,13 +55,12 @@ class Virtual(Engine):
         if self.device.type == "cuda":
             # while the device is busy with the passes
             self._ahead = step + 1, self._batch(step + 1)
-        reduced, self._pending = self._simulation.reduce(
-            self._passes.gradients, self.layout.flat_parameters, self._passes.dense
+        # the next passes write over the gradients
+        dense, self._pending = self._simulation.average(
+            self._passes.gradients, self._mean, self.layout.flat_parameters, self._passes.dense, use_up=True
         )
         with self.timed("rest"):
-            self._mean.zero_()
-            self._mean[reduced.indices] = reduced.mean
-            self._dense_mean.copy_(reduced.dense)
+            self._dense_mean.copy_(dense)
 
     def _batch(self, step: int) -> Examples:
         """The examples of all workers, in turn."""

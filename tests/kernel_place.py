@@ -1,0 +1,200 @@
+"""Where Triton's kernels are tested: on CUDA where there is one, else on the CPU, by Triton's interpreter.
+
+Take the kernels from here: where Triton is not installed, the module that does is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
+
+from triton.runtime import interpreter  # noqa: E402 - it is known to be there only now
+
+from gradsieve import control  # noqa: E402
+from gradsieve.fused import Tiling, uploaded  # noqa: E402
+from gradsieve.kernels.ladder import count, decide, group_shape  # noqa: E402
+from gradsieve.kernels.merge import merge  # noqa: E402
+from gradsieve.kernels.packing import pack, unpack  # noqa: E402
+from gradsieve.kernels.pick import pick  # noqa: E402
+from gradsieve.kernels.scatter import gather, write_back  # noqa: E402
+from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW, clear, sieve  # noqa: E402
+from gradsieve.kernels.tiling import HEAD, Decision, Found, Run, Sent, Sight  # noqa: E402
+from gradsieve.score import Importance, Magnitude, Score  # noqa: E402
+from gradsieve.types import View  # noqa: E402
+from gradsieve.weights import Weights  # noqa: E402
+from ranks import Moment  # noqa: E402
+
+__all__ = [
+    "DEVICE",
+    "LEVELS",
+    "MARKS",
+    "SIZES",
+    "Place",
+    "assert_same_bits",
+    "awkward",
+    "clear",
+    "count",
+    "decide",
+    "gather",
+    "group_shape",
+    "level_of",
+    "merge",
+    "pack",
+    "pick",
+    "sieve",
+    "unpack",
+    "write_back",
+]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+MARKS = [pytest.mark.gpu]
+"""Of every module of tests that runs kernels: `pytestmark = MARKS`."""
+
+SIZES = [4097, 0, 33, 4500, 1]
+"""Of parameters: more than a tile, none, part of a tile, and one entry."""
+LEVELS = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, DEVICE)
+"""The levels of the rungs of a warm ladder."""
+
+
+def _rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:  # noqa: ARG001 - the interpreter's signature
+    """From float32 to bfloat16 and back as devices do it; the interpreter cuts off where they round."""
+    if source.primitive_bitwidth == 32:
+        return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float().numpy()
+
+
+if INTERPRETED:
+    interpreter._convert_float = _rounded
+    # numpy tells of every overflow, as a device does not, and of how the interpreter reads a number
+    MARKS = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("RuntimeWarning", "DeprecationWarning")]
+
+
+class Place:
+    """A vector of some parameters, cut into tiles, with a row for each of some ranks: what kernels work on."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int] = SIZES,
+        rows: int = 1,
+        *,
+        world: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        num_chunks: int = 3,
+    ) -> None:
+        self.bounds = (0, *accumulate(sizes))
+        self.numel = self.bounds[-1]
+        self.rows = rows
+        self.world = rows if world is None else world
+        self.tiling = Tiling(self.bounds, DEVICE)
+        self.acc = torch.zeros((rows, self.numel), dtype=dtype, device=DEVICE)
+        self.found = Found.empty(rows, self.tiling.tiles.num, DEVICE)
+        self.decision = Decision.empty(rows, self.world, num_chunks, DEVICE)
+        self.weights: Tensor | None = None
+        self.look([(0, self.numel)] * rows)
+
+    @property
+    def whole(self) -> Run:
+        (run,) = self.tiling.whole
+        return run
+
+    def look(
+        self,
+        stretches: Sequence[tuple[int, int]],
+        last: float = 1.0,
+        *,
+        weights: Tensor | None = None,
+        group: tuple[int, int] = (4, 64),
+    ) -> None:
+        """Let each row look at a stretch, around a threshold; by importance if there are weights."""
+        self.stretches = stretches
+        self.lowest = control.lowest_rung(last)
+        self.last = control.to_bits(last)
+        self.decision.learned[0] = self.last
+        self.decision.record[8] = self.last
+        rows = [(start, stop, *self.tiling.touched(start, stop)) for start, stop in stretches]
+        ladder = uploaded(control.warm_ladder(self.last).astype(np.int32), DEVICE)
+        nothing = torch.empty(0, device=DEVICE)
+        looks = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+        self.sight = Sight(looks, ladder, self.decision.learned, nothing, nothing, group=group)
+        self.weights = weights
+        if weights is not None:
+            self.sight.by_importance = True
+            self.sight.weights = weights
+            self.sight.margins = Weights(lambda: weights, self.bounds).scales * Importance().eps
+
+    @property
+    def score(self) -> Score:
+        return Magnitude() if self.weights is None else Importance()
+
+    def view(self, row: int) -> View:
+        """What the plain twins look at."""
+        view = Moment(1, self.numel, 1, bounds=self.bounds).view(0, self.acc[row])
+        weights = self.weights
+        return view if weights is None else replace(view, weights=Weights(lambda: weights, self.bounds))
+
+    def scores(self, row: int) -> Tensor:
+        """Of the entries that a row looks at."""
+        return self.score(self.view(row), *self.stretches[row])
+
+    def feed(self, gradient: Tensor, *, collect: bool = True, sent: Sent | None = None) -> None:
+        """Take in a gradient of all rows, which is used up."""
+        self.found.narrow = gradient.element_size() < 4
+        # what was collected stands in it
+        self.fed = gradient
+        sieve(
+            gradient, self.acc, self.tiling.tiles, self.whole, self.sight, self.found, sent, collect=collect
+        )
+
+    def count(self, rungs: Tensor, *, look_at_all: bool) -> None:
+        count(
+            self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs, look_at_all=look_at_all
+        )
+
+    def sent(self, support: Tensor, rest: Tensor | None = None) -> Sent:
+        """That a step sent these entries."""
+        borders = torch.searchsorted(support, self.tiling.tiles.starts.to(support.dtype))
+        return Sent(support, borders, rest)
+
+    def note(self, reaching: Sequence[int], quotas: Sequence[int], lengths: Sequence[int]) -> None:
+        """Put into the record what the ranks reach, are to propose, and may send."""
+        self.decision.record[HEAD:] = torch.tensor([*reaching, *quotas, *lengths], device=DEVICE)
+        self.decision.record[5:8] = sum(lengths)
+
+
+def level_of(scores: Tensor, last: int) -> Tensor:
+    """See [Note: levels] in `kernels.sieve`."""
+    bits = scores.view(torch.int32).long()
+    levels = (bits - last >> LEVEL_BITS) + LEVELS_BELOW
+    return torch.where(bits >= control.HUGE_BITS, 65535, levels)
+
+
+def awkward(*shape: int, seed: int = 0) -> Tensor:
+    """Noise of many scales around 1, with zeros, ties, denormal numbers, the largest ones, and what is no number."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+    limits = torch.finfo(torch.float32)
+    special = [0.0, 1.0, -1.0, 1e-42, limits.tiny, limits.max, -torch.inf, torch.inf, torch.nan]
+    choice = torch.randint(0, 20 * len(special), shape, generator=generator)
+    for number, value in enumerate(special):
+        noise[choice == number] = value
+    return noise.to(DEVICE)
+
+
+def assert_same_bits(one: Tensor, other: Tensor) -> None:
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    if one.is_floating_point():
+        # what is not a number has many patterns of bits
+        assert torch.equal(one.isnan(), other.isnan())
+        one, other = (vector.masked_fill(vector.isnan(), 0).view(torch.uint8) for vector in (one, other))
+    assert torch.equal(one, other)
