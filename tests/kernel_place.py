@@ -18,21 +18,21 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no kernels to test")
 
-from triton.runtime import interpreter  # noqa: E402 - it is known to be there only now
+from triton.runtime import interpreter
 
-from gradsieve import control  # noqa: E402
-from gradsieve.fused import Tiling, uploaded  # noqa: E402
-from gradsieve.kernels.ladder import count, decide, group_shape  # noqa: E402
-from gradsieve.kernels.merge import merge  # noqa: E402
-from gradsieve.kernels.packing import pack, unpack  # noqa: E402
-from gradsieve.kernels.pick import pick  # noqa: E402
-from gradsieve.kernels.scatter import gather, write_back  # noqa: E402
-from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW, clear, sieve  # noqa: E402
-from gradsieve.kernels.tiling import HEAD, Decision, Found, Run, Sent, Sight  # noqa: E402
-from gradsieve.score import Importance, Magnitude, Score  # noqa: E402
-from gradsieve.types import View  # noqa: E402
-from gradsieve.weights import Weights  # noqa: E402
-from ranks import Moment  # noqa: E402
+from gradsieve import control
+from gradsieve.fused import Tiling, uploaded
+from gradsieve.kernels.ladder import count, decide, group_shape
+from gradsieve.kernels.merge import merge
+from gradsieve.kernels.packing import pack, unpack
+from gradsieve.kernels.pick import pick
+from gradsieve.kernels.scatter import gather, write_back
+from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW, clear, sieve
+from gradsieve.kernels.tiling import HEAD, Decision, Found, Run, Sent, Sight
+from gradsieve.score import Importance, Magnitude, Score
+from gradsieve.types import View
+from gradsieve.weights import Weights
+from ranks import Moment
 
 __all__ = [
     "DEVICE",
@@ -152,14 +152,10 @@ class Place:
         self.found.narrow = gradient.element_size() < 4
         # what was collected stands in it
         self.fed = gradient
-        sieve(
-            gradient, self.acc, self.tiling.tiles, self.whole, self.sight, self.found, sent, collect=collect
-        )
+        sieve(gradient, self.acc, self.tiling.tiles, self.whole, self.sight, self.found, sent, collect=collect)
 
     def count(self, rungs: Tensor, *, look_at_all: bool) -> None:
-        count(
-            self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs, look_at_all=look_at_all
-        )
+        count(self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs, look_at_all=look_at_all)
 
     def sent(self, support: Tensor, rest: Tensor | None = None) -> Sent:
         """That a step sent these entries."""

@@ -375,7 +375,12 @@ def test_the_next_threshold_is_the_last_or_half_of_it_where_little_passed(
 def test_room_is_what_was_proposed_two_and_three_steps_ago_and_some_more(
     recent: tuple[int, ...], room: int | None
 ) -> None:
-    assert control.room(recent) == room
+    assert control.room(recent, even=0) == room
+
+
+def test_room_is_never_less_than_if_all_proposed_alike() -> None:
+    assert control.room((0, 0, 0, 0), even=100) == 162
+    assert control.room((0, 0, 0), even=100) is None
 
 
 @given(

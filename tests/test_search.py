@@ -421,7 +421,7 @@ class TestSearched:
         acc, moment = torch.randn(1, 1000), Moment(1, 1000, target=100)
         for recent in ((), (100, 100, 100), (64, 100, 81, 400)):
             picked = pick(Searched(), acc, moment, state=SearchState((1.0,), 1, 1, recent))
-            assert picked.proposals[0].room == control.room(recent)
+            assert picked.proposals[0].room == control.room(recent, even=100)
 
 
 def _observed(
@@ -464,9 +464,9 @@ class TestObserve:
 
     def test_the_overlap_counts_what_travelled(self) -> None:
         moment, before = Moment(2, 1000, target=100), SearchState((1.0,), 3, 2, (9, 9, 9, 9))
-        assert control.room(before.recent) == 37
-        after = _observed(Searched(overlapping=True), before, moment, (80, 30), distinct=50)
-        assert (after.travelled, after.distinct) == (67, 50)
+        assert Searched().room(before, moment.of(0)) == 97
+        after = _observed(Searched(overlapping=True), before, moment, (180, 30), distinct=50)
+        assert (after.travelled, after.distinct) == (97 + 30, 50)
         unbounded = _observed(Searched(overlapping=True), before._replace(recent=()), moment, (80, 30), distinct=50)
         assert (unbounded.travelled, unbounded.distinct) == (110, 50)
 
@@ -496,7 +496,7 @@ class TestObserve:
             crew.step(noise.rows(4))
         burst = noise.rows(4)
         burst[:, :1000] *= 1e3
-        room = control.room(crew.workers[0].learned.criterion.recent)
+        room = control.room(crew.workers[0].learned.criterion.recent, even=100)
         assert room is not None
         assert room < 300
         (first, *_) = crew.step(burst)

@@ -20,7 +20,9 @@ class Exchange:
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
         agreement = await self.agree(view, proposal, collectives)
-        values = view.acc[..., agreement.support]
+        support = agreement.support
+        # a third of the time that indexing takes
+        values = view.acc.index_select(-1, support) if isinstance(support, Tensor) else view.acc[..., support]
         dense, rest = values[..., :0] if view.dense is None else view.dense, None
         if view.wire == torch.float32:
             mean, dense = await averaged(values, dense, collectives)

@@ -212,10 +212,10 @@ class Fused:
         self._group = group_shape(method.density * TILE * (1 if parts > 1 else 1 / setup.world) * EXPECTED)
         num_chunks = min(MOST_CHUNKS, max(1, -(-self.tiling.tiles.num // (self._group[0] * parts))))
         self._found = Found.empty(rows, self.tiling.tiles.num, device)
-        self._decision = Decision.empty(rows, setup.world, num_chunks, device)
+        self.decision = Decision.empty(rows, setup.world, num_chunks, device)
         self._offsets = uploaded(control.OFFSETS, device)
         self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
-        self._levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
+        self.levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
         self._edges = self.tiling.edges
         if isinstance(method.region, BalancedBlocks):
             blocks = np.minimum(
@@ -238,7 +238,7 @@ class Fused:
         """The states of region and criterion, as `pipeline` keeps them. Waits for the device."""
         while self._late:
             self._take_in(self._late.popleft())
-        threshold, travelled, distinct = self._decision.learned.tolist()
+        threshold, travelled, distinct = self.decision.learned.tolist()
         thresholds = (0.0,) if self._cold else (float(control.from_bits(np.array([threshold]))[0]),)
         return self._region, SearchState(thresholds, travelled, distinct, self._recent)
 
@@ -253,7 +253,7 @@ class Fused:
         ladder = control.cold_ladder() if self._cold else control.warm_ladder(bits)
         device = self._acc.device
         self._ladder.copy_(uploaded(ladder.astype(np.int32), device))
-        self._decision.learned.copy_(uploaded(np.array([bits, criterion.travelled, criterion.distinct]), device))
+        self.decision.learned.copy_(uploaded(np.array([bits, criterion.travelled, criterion.distinct]), device))
 
     def _take_in(self, late: Late) -> None:
         record = late.record()
@@ -272,16 +272,16 @@ class Fused:
         recent = (*self._recent, 0) if self._late else self._recent
         self._room = self._criterion.room(SearchState((0.0,), recent=recent), step)
         borders = self._borders()
-        self._sight = Sight(
-            self._looked(borders), self._ladder, self._decision.learned, self._nothing, self._nothing, group=self._group
+        self.sight = Sight(
+            self._looked(borders), self._ladder, self.decision.learned, self._nothing, self._nothing, group=self._group
         )
-        self._extent = max(stop - start for start, stop in pairwise(borders))
+        self.extent = max(stop - start for start, stop in pairwise(borders))
         score = self._criterion.score
         if isinstance(score, Importance) and any(rank in step.proposers for rank in self._ranks):
             assert weights is not None
-            self._sight.by_importance = True
-            self._sight.weights = weights.flat
-            self._sight.margins = weights.scales * score.eps
+            self.sight.by_importance = True
+            self.sight.weights = weights.flat
+            self.sight.margins = weights.scales * score.eps
 
     @property
     def _ranks(self) -> range:
@@ -321,7 +321,7 @@ class Fused:
                 self._acc,
                 self.tiling.tiles,
                 run_of_tiles,
-                self._sight,
+                self.sight,
                 self._found,
                 self._sent,
                 collect=not self._cold,
@@ -333,13 +333,18 @@ class Fused:
         support = await self._agree(picked)
         return await self._average(support, dense)
 
+    @property
+    def looking(self) -> tuple[Tensor, Tiles, Sight, Found, Decision]:
+        """What the kernels of a selection look at."""
+        return self._acc, self.tiling.tiles, self.sight, self._found, self.decision
+
     async def select(self) -> Tensor:
         """What each row proposes, `[rows, capacity]`; how many there are is in the record."""
         from gradsieve.kernels.ladder import count
         from gradsieve.kernels.pick import pick
 
-        decision, looking = self._decision, (self._acc, self.tiling.tiles, self._sight, self._found, self._decision)
-        rungs, rung = self._levels, decision.record[1:2]
+        decision, looking = self.decision, self.looking
+        rungs, rung = self.levels, decision.record[1:2]
         if self._cold:
             for cold_round in range(control.COLD_ROUNDS):
                 count(*looking, rungs=self._ladder, look_at_all=True)
@@ -358,16 +363,19 @@ class Fused:
         return picked
 
     async def _settle(self, cold_round: int | None = None) -> None:
+        own = self.decision.counts
+        self.decide(await self._collectives.all_gather(own if self._is_team else own[0]), cold_round)
+
+    def decide(self, gathered: Tensor, cold_round: int | None = None) -> None:
+        """Choose a threshold by the counts of all ranks or, in a cold round but the last, maybe only the next rungs."""
         from gradsieve.kernels.ladder import decide
 
-        own = self._decision.counts
-        gathered = await self._collectives.all_gather(own if self._is_team else own[0])
         lookers = len(self._step.proposers) if self._criterion.overlapping else 1
         decide(
             gathered,
             self._ladder,
             self._offsets,
-            self._decision,
+            self.decision,
             target=self._step.target,
             most=self._setup.numel * lookers,
             ceiling=int(self._criterion.ceiling * 1000),
@@ -385,7 +393,7 @@ class Fused:
         """Entries of one rank that there is room for."""
         target = self._step.target
         bound = 2 * target + 64 if self._room is None else self._room
-        return max(1, min(self._extent, bound))
+        return max(1, min(self.extent, bound))
 
     @property
     def _support_capacity(self) -> int:
@@ -402,21 +410,21 @@ class Fused:
         overlapping = isinstance(self._method.exchange, SteeredUnion)
         marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=device) if overlapping else None
         self._checks = unpack(
-            messages, ranks, self._decision, shape, support, marks, shift=step.index % step.world, numel=numel
+            messages, ranks, self.decision, shape, support, marks, shift=step.index % step.world, numel=numel
         )
         if marks is not None:
             assert isinstance(self._method.exchange, SteeredUnion)
             percent = self._method.exchange.percent
             chunk_counts = torch.empty(-(-numel // MARKED), dtype=torch.int32, device=device)
-            merge(marks, chunk_counts, self._decision, support, target=step.target, percent=percent)
+            merge(marks, chunk_counts, self.decision, support, target=step.target, percent=percent)
         return support
 
     async def _messages(self, picked: Tensor) -> tuple[Tensor, Tensor, wire.Shape]:
         """The messages of all proposers, whose each is, and their shape."""
         from gradsieve.kernels.packing import pack
 
-        step, shape = self._step, wire.Shape.of(picked.shape[1], self._extent)
-        message = pack(picked, self._sight, self._decision, shape, self._first_rank)
+        step, shape = self._step, wire.Shape.of(picked.shape[1], self.extent)
+        message = pack(picked, self.sight, self.decision, shape, self._first_rank)
         if len(step.proposers) == step.world:
             gathered = await self._collectives.all_gather(message if self._is_team else message[0])
             return gathered, self._all_ranks, shape
@@ -430,7 +438,7 @@ class Fused:
         rows, capacity, device = len(self._acc), len(support), self._acc.device
         beside = 0 if dense is None else dense.shape[-1]
         message = torch.empty((rows, capacity + beside), dtype=torch.float32, device=device)
-        gather(self._acc, support, self._decision, message)
+        gather(self._acc, support, self.decision, message)
         if dense is not None:
             message[:, capacity:] = dense
         rest = None
@@ -447,7 +455,7 @@ class Fused:
         # where tiles begin in the support and, for regions that learn from it, blocks
         borders = torch.searchsorted(support, self._edges)
         tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]
-        late = Late.sent(self._step, self._decision.record, self._checks, block_borders)
+        late = Late.sent(self._step, self.decision.record, self._checks, block_borders)
         self._late.append(late)
         return Outcome(support, tile_borders, mean, dense_mean, rest, late)
 

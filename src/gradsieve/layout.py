@@ -147,7 +147,7 @@ def write_back(reduced: Reduced, gradients: Sequence[tuple[Slot, Tensor]], bound
         else:
             first, last = borders[slot.place], borders[slot.place + 1]
             gradient.zero_()
-            gradient[support[first:last] - slot.start] = reduced.mean[first:last].to(gradient.dtype)
+            gradient.scatter_(0, support[first:last] - slot.start, reduced.mean[first:last].to(gradient.dtype))
     write_dense(reduced.dense, gradients)
 
 

@@ -32,6 +32,10 @@ class Score(Protocol):
 
     def __call__(self, view: View, start: int, stop: int) -> Tensor: ...
 
+    def at_least(self, view: View, start: int, stop: int, threshold: float) -> tuple[Tensor, Tensor]:
+        """Positions behind `start` whose score reaches the threshold, and those scores."""
+        ...
+
 
 @dataclass(frozen=True)
 class Magnitude:
@@ -41,6 +45,9 @@ class Magnitude:
 
     def __call__(self, view: View, start: int, stop: int) -> Tensor:
         return view.acc[start:stop].float().abs()
+
+    def at_least(self, view: View, start: int, stop: int, threshold: float) -> tuple[Tensor, Tensor]:
+        return kernels.magnitudes_at_least(view.acc[start:stop], threshold)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,11 @@ class Importance:
             scores /= kernels.uniform(start, stop, key, scores.device)
         return scores
 
+    def at_least(self, view: View, start: int, stop: int, threshold: float) -> tuple[Tensor, Tensor]:
+        scores = self(view, start, stop)
+        positions = kernels.at_least(scores, threshold)
+        return positions, scores[positions]
+
 
 def chunks(spans: Sequence[Span], device: torch.device) -> Iterator[Span]:
     """The spans in pieces of a size that suits the device; empty ones left out."""
@@ -76,9 +88,8 @@ def collect(score: Score, view: View, spans: Sequence[Span], threshold: float) -
     """All entries of the spans whose score reaches the threshold."""
     found = []
     for start, stop, _ in chunks(spans, view.acc.device):
-        scores = score(view, start, stop)
-        positions = kernels.at_least(scores, threshold)
-        found.append(Candidates(positions + start, scores[positions], start))
+        positions, scores = score.at_least(view, start, stop, threshold)
+        found.append(Candidates(positions.add_(start), scores, start))
     return joined(found, view.acc.device)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import SLACK, fitting_factor, heavy_tailed, shapes_of_size
-from gradsieve.bench.local import local_steps, stand_in
+from gradsieve.bench.local import local_steps, single_kernels, stand_in
 from gradsieve.bench.published import PublishedMicro
 from gradsieve.bench.timing import Case, Timer
 from gradsieve.checks import UsageError, check_fraction, check_whole
@@ -106,12 +106,14 @@ def _one_line(error: Exception) -> str:
 def cases(numel: int, setting: KernelSetting, device: torch.device) -> dict[str, Callable[[], Case]]:
     """What makes each call; made one after the other, they need not be in memory together."""
     steps = local_steps(numel, setting.density, setting.partitions, device)
+    alone = single_kernels(numel, setting.density, setting.partitions, device)
     return {
         COPY: partial(_copy, numel, device),
         "add_ + zero_": partial(_add_and_zero, numel, device),
         "topk": partial(_topk, numel, setting.density, device),
         "published micro": partial(_published, numel, setting, device),
         **{f"{name}, local step": make for name, make in steps.items()},
+        **{f"kernel {name}": make for name, make in alone.items()},
     }
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from gradsieve import control, kernels
+from gradsieve import control, kernels, wire
 from gradsieve.bench.given import heavy_tailed
 from gradsieve.bench.timing import Case
 from gradsieve.collectives import Collectives, run
 from gradsieve.exchange import Exchange
-from gradsieve.fused import Fused, Late, Outcome, suits
+from gradsieve.fused import MARKED, Fused, Late, Outcome, suits
 from gradsieve.methods import Method, exdyna, iwp, micro, union
 from gradsieve.pipeline import Worker
 from gradsieve.search import SearchState
@@ -54,38 +55,124 @@ def spread_indices(numel: int, count: int, device: torch.device) -> Tensor:
     )  # fmt: skip
 
 
+class FusedStep:
+    """A rank's step by kernels: take in, select, write back, and what lies between, without messages.
+
+    The support of all ranks is a stand-in for what messages would bring, and they bring as much as this rank does.
+    """
+
+    def __init__(self, method: Method, setup: Setup, device: torch.device) -> None:
+        self._setup = setup
+        self._given = heavy_tailed(setup.numel, device, seed=1)
+        self.gradient = self._given.clone()
+        self.fused = Fused(
+            method, setup, AsIfAlike(0, setup.world, device), torch.zeros((1, setup.numel), device=device)
+        )
+        self._target = method.budget.target(0, setup.numel)
+        nothing = torch.empty(0, device=device)
+        parameters = heavy_tailed(setup.numel, device, seed=2) if method.criterion.needs_weights else nothing
+        self._weights = Weights(lambda: parameters, setup.bounds)
+        self.support = spread_indices(setup.numel, self._target, device).to(self.fused.tiling.edges.dtype)
+        borders = torch.searchsorted(self.support, self.fused.tiling.edges)
+        late = Late(self._step(0), nothing, nothing, nothing, None)
+        self.outcome = Outcome(self.support, borders, self._given[self.support.long()], nothing, None, late)
+        # as after some steps: how many a rank proposes is known
+        share = -(-self._target // setup.world)
+        self.fused.learn(method.region.start(setup), SearchState((0.0,), recent=(share,) * control.RECENT))
+        self._num_steps = 0
+
+    def _step(self, index: int) -> Step:
+        return Step(index, 0, 0, self._target, tuple(range(self._setup.world)), self._setup)
+
+    def refill(self) -> None:
+        """A gradient again, where the last mean is."""
+        self.gradient.copy_(self._given)
+
+    def begin(self) -> None:
+        self.fused.begin(self._step(self._num_steps), self._weights)
+        self._num_steps += 1
+
+    def take_in(self) -> None:
+        self.fused.feed(self.gradient, self.fused.tiling.whole)
+
+    def write_back(self) -> None:
+        self.fused.write_back(self.gradient, self.fused.tiling.whole, self.outcome, self.fused.sent(self.outcome))
+
+    def __call__(self) -> None:
+        self.begin()
+        self.take_in()
+        run(self.fused.select())
+        self.write_back()
+
+
 def fused_step(method: Method, setup: Setup, device: torch.device) -> Case:
-    """By kernels: take in, select, write back. The support of all ranks is a stand-in for what messages would bring."""
-    given = heavy_tailed(setup.numel, device, seed=1)
-    gradient = given.clone()
-    fused = Fused(
-        method, setup, AsIfAlike(0, setup.world, device), torch.zeros((1, setup.numel), device=device)
-    )  # fmt: skip
-    target = method.budget.target(0, setup.numel)
-    support = spread_indices(setup.numel, target, device).to(fused.tiling.edges.dtype)
-    borders = torch.searchsorted(support, fused.tiling.edges)
-    nothing = torch.empty(0, device=device)
-    late = Late(_step_of(setup, target, 0), nothing, nothing, nothing, None)
-    outcome = Outcome(support, borders, given[support.long()], nothing, None, late)
-    parameters = heavy_tailed(setup.numel, device, seed=2) if method.criterion.needs_weights else nothing
-    weights = Weights(lambda: parameters, setup.bounds)
-    # as after some steps: how many a rank proposes is known
-    fused.learn(method.region.start(setup), SearchState((0.0,), recent=(-(-target // setup.world),) * control.RECENT))
-    num_steps = 0
-
-    def call() -> None:
-        nonlocal num_steps
-        fused.begin(_step_of(setup, target, num_steps), weights)
-        fused.feed(gradient, fused.tiling.whole)
-        run(fused.select())
-        fused.write_back(gradient, fused.tiling.whole, outcome, fused.sent(outcome))
-        num_steps += 1
-
-    return Case(call, lambda: _done(gradient.copy_(given)))
+    step = FusedStep(method, setup, device)
+    return Case(step, step.refill)
 
 
-def _step_of(setup: Setup, target: int, index: int) -> Step:
-    return Step(index, 0, 0, target, tuple(range(setup.world)), setup)
+SETTLING = 5
+"""Steps before a kernel is looked at alone, so that it finds a threshold."""
+
+
+def single_kernels(numel: int, density: float, partitions: int, device: torch.device) -> dict[str, Callable[[], Case]]:
+    """What makes each kernel of a step, alone, where there are kernels; for a partition, and for the whole vector."""
+    if not kernels.uses_triton(device):
+        return {}
+    setup = Setup(partitions, numel, (0, numel))
+    made: dict[str, Callable[[], Case]] = {}
+    for method in (micro(density=density), union(density=density)):
+        for name in ("sieve", "count", "decide", "pick", "pack", "unpack"):
+            made[f"{name}, {method.name}"] = partial(_single_kernel, name, method, setup, device)
+    for name in ("merge", "gather", "write_back"):
+        made[name] = partial(_single_kernel, name, union(density=density), setup, device)
+    return made
+
+
+def _single_kernel(name: str, method: Method, setup: Setup, device: torch.device) -> Case:
+    step = FusedStep(method, setup, device)
+    for _ in range(SETTLING):
+        step.refill()
+        step()
+    step.refill()
+    step.begin()
+    if name == "sieve":
+        return Case(step.take_in, step.refill)
+    step.take_in()
+    return Case(_alone(name, step, method.budget.target(0, setup.numel), setup, device))
+
+
+def _alone(name: str, step: FusedStep, target: int, setup: Setup, device: torch.device) -> Callable[[], None]:
+    """One kernel, again and again on what it finds in a step."""
+    from gradsieve.kernels import ladder, merge, packing, pick, scatter
+
+    fused, decision, looking = step.fused, step.fused.decision, step.fused.looking
+    picked = run(fused.select())
+    shape = wire.Shape.of(picked.shape[1], fused.extent)
+    packed = (picked, fused.sight, decision, shape, 0)
+    messages = packing.pack(*packed).repeat(setup.world, 1)
+    ranks = torch.arange(setup.world, device=device)
+    found = step.support.clone()
+    marks = torch.zeros(-(-setup.numel // 32), dtype=torch.int32, device=device)
+    bits = torch.ones_like(step.support, dtype=torch.int32) << (step.support % 32).int()
+    marks.index_add_(0, step.support.long() // 32, bits)
+    marked = torch.empty(-(-setup.numel // MARKED), dtype=torch.int32, device=device)
+    values = torch.empty((1, target), device=device)
+    counts = decision.counts.expand(setup.world, -1).clone()
+    decision.record[7] = target
+    calls: dict[str, Callable[[], object]] = {
+        "count": lambda: ladder.count(*looking, rungs=fused.levels, look_at_all=False),
+        "decide": lambda: fused.decide(counts),
+        "pick": lambda: pick.pick(
+            *looking, picked, rungs=fused.levels, rung=decision.record[1:2], first_rank=0, look_at_all=False
+        ),
+        "pack": lambda: packing.pack(*packed),
+        "unpack": lambda: packing.unpack(messages, ranks, decision, shape, found, None, shift=0, numel=setup.numel),
+        "merge": lambda: merge.merge(marks, marked, decision, found, target=target, percent=105),
+        "gather": lambda: scatter.gather(looking[0], step.support, decision, values),
+        "write_back": step.write_back,
+    }
+    call = calls[name]
+    return lambda: _done(call())
 
 
 def plain_step(method: Method, setup: Setup, device: torch.device) -> Case:
@@ -101,25 +188,25 @@ def plain_step(method: Method, setup: Setup, device: torch.device) -> Case:
         reduced = run(worker.exchange())
         worker.finish(reduced)
         gradient.zero_()
-        gradient[reduced.indices] = reduced.mean
+        gradient.scatter_(0, reduced.indices, reduced.mean)
 
     return Case(call, lambda: _done(gradient.copy_(given)))
 
 
-def _done(result: Tensor) -> None:
+def _done(result: object) -> None:
     """A call returns nothing."""
 
 
 @dataclass(frozen=True)
 class _NoExchange(Exchange):
-    """The support is what this rank proposes, with what the others might have."""
+    """The support is what this rank proposes, with what the others might have; the means are any numbers."""
 
     others: Tensor
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
         assert isinstance(proposal.indices, Tensor)
         support = torch.cat([proposal.indices, self.others])
-        values = view.acc[support]
+        values = view.acc[: len(support)]
         return Reduced(
             indices=support,
             mean=values,

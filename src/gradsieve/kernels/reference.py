@@ -6,15 +6,22 @@ Indices are int64 and ascending wherever a kernel returns them.
 from __future__ import annotations
 
 import math
+import threading
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsieve.control import STAGE_RATIO
+from gradsieve.control import HUGE_BITS, STAGE_RATIO
 
 FEW_SCORES = 1 << 13
 """Up to so many, sorting on the CPU is faster than comparing with each of 64 rungs: each call has its cost."""
+STEP_BITS = 15
+"""Of a ladder around the last threshold: see `control.OFFSETS`."""
+SCRATCH = 1 << 20
+"""Entries looked at at a time on the CPU: see `score.CHUNK`."""
 FEW_COMPARISONS = 1 << 26
 """Up to so many, all are compared with all on CUDA, for a histogram makes the host wait."""
 
@@ -33,6 +40,42 @@ def at_least(scores: Tensor, threshold: float, count: int | None = None) -> Tens
     return found.flatten()
 
 
+def magnitudes_at_least(vector: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Positions whose magnitude reaches the threshold, and those magnitudes, at least in float32."""
+    if vector.device.type != "cpu" or vector.dtype != torch.float32:
+        scores = vector.float().abs() if vector.dtype != torch.float64 else vector.abs()
+        positions = at_least(scores, threshold)
+        return positions, scores[positions]
+    # bits of magnitudes sort like magnitudes, and what is not a number comes last; in memory that is used again
+    # and again, for fresh memory costs more than what is done in it
+    bits, reached = _scratch(len(vector), threading.get_ident())
+    np.bitwise_and(vector.numpy().view(np.int32), 0x7FFF_FFFF, out=bits)
+    np.greater_equal(bits, np.float32(threshold).view(np.int32), out=reached)
+    positions = torch.from_numpy(_true_places(reached))
+    return positions, vector.index_select(0, positions).abs_()
+
+
+def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """`np.flatnonzero` where few are true: eight at a time, and one by one only where there is any."""
+    whole = len(mask) // 8 * 8
+    eights = mask[:whole].view(np.int64)
+    # finding what is true is fast in masks alone
+    filled = np.flatnonzero(eights != 0)
+    within = np.flatnonzero(eights[filled].view(np.bool_))
+    places = filled[within >> 3] * 8 + (within & 7)
+    return np.concatenate([places, whole + np.flatnonzero(mask[whole:])])
+
+
+def _scratch(size: int, thread: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    bits, reached = _scratch_of(max(SCRATCH, size), thread)
+    return bits[:size], reached[:size]
+
+
+@lru_cache(maxsize=16)
+def _scratch_of(size: int, thread: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:  # noqa: ARG001 - each thread has its own
+    return np.empty(size, dtype=np.int32), np.empty(size, dtype=np.bool_)
+
+
 def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
     """Number of scores that reach each of the ascending `rungs`, in the sense of `at_least`."""
     if scores.device.type == "cpu":
@@ -41,6 +84,8 @@ def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
         if len(values) <= FEW_SCORES:
             # what is not a number is sorted last
             return torch.from_numpy(len(values) - np.searchsorted(np.sort(values), rungs.numpy()))
+        if values.dtype == np.float32 and _equally_spaced(rungs.numpy().view(np.int32)):
+            return _count_by_level(values.view(np.int32), rungs.numpy().view(np.int32))
         return torch.tensor([len(values) - np.count_nonzero(values < rung) for rung in rungs.numpy()])
     if len(scores) * len(rungs) <= FEW_COMPARISONS:
         missed: Tensor = (scores.unsqueeze(1) < rungs).sum(0)
@@ -48,6 +93,21 @@ def count_at_least(scores: Tensor, rungs: Tensor) -> Tensor:
     num_reached = torch.bucketize(scores, rungs, right=True, out_int32=True)
     by_number = torch.bincount(num_reached, minlength=len(rungs) + 1)
     return by_number.flip(0).cumsum(0).flip(0)[1:]
+
+
+def _equally_spaced(rungs: npt.NDArray[np.int32]) -> bool:
+    """Do all rungs, but those at the end of the scale, lie whole steps of their bits above the first?"""
+    return not ((rungs[rungs < HUGE_BITS] - rungs[0]) & ((1 << STEP_BITS) - 1)).any()
+
+
+def _count_by_level(scores: npt.NDArray[np.int32], rungs: npt.NDArray[np.int32]) -> Tensor:
+    """The same, from bits: how many scores lie how many steps above the first rung."""
+    within = rungs < HUGE_BITS
+    steps = (rungs[within] - rungs[0]) >> STEP_BITS
+    levels = np.clip((scores - rungs[0]) >> STEP_BITS, -1, steps[-1]) + 1
+    reached = np.full(len(rungs), np.count_nonzero(scores >= HUGE_BITS))
+    reached[within] = (len(scores) - np.bincount(levels, minlength=int(steps[-1]) + 2).cumsum())[steps]
+    return torch.from_numpy(reached)
 
 
 def count_by_rank(scores: Tensor, rungs: Tensor, ranks: Tensor, world: int) -> Tensor:
