@@ -6,9 +6,10 @@ Take the kernels from here: where Triton is not installed, the module that does 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,25 @@ def _rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:  # no
     return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float().numpy()
 
 
+def _once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let the interpreter take the place of Triton's language once for each function, not at every call of it."""
+    patched: set[Any] = set()
+
+    def patch_unless_done(function: Any) -> Any:
+        if function not in patched:
+            patch(function)
+            patched.add(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    return patch_unless_done
+
+
 if INTERPRETED:
     interpreter._convert_float = _rounded
+    # it would take three times as long otherwise; no sum of so few entries is near an overflow
+    interpreter._patch_lang = _once(interpreter._patch_lang)
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     # numpy tells of every overflow, as a device does not, and of how the interpreter reads a number
     MARKS = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("RuntimeWarning", "DeprecationWarning")]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradsieve.bench import kernels, timing
 from gradsieve import kernels as library
+from gradsieve.bench import kernels, timing
 from gradsieve.bench.kernels import KernelRow, KernelSetting
 from gradsieve.bench.local import local_steps, stand_in
 from gradsieve.bench.timing import Case, Timer

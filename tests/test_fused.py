@@ -1,96 +1,32 @@
-"""The step by Triton's kernels against the step in plain torch: the same, bit for bit."""
+"""Simulations by Triton's kernels against the same in plain torch: the same, bit for bit."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import random
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsieve
-import toys
-from fleet import Fleet
-from gradsieve import Method, Simulation, StepStats, kernels
-from gradsieve.collectives import LocalCollectives, lockstep
-from gradsieve.fused import FusedWorker, make_worker
-from gradsieve.layout import Layout, Slot
-from gradsieve.pipeline import Worker
-from gradsieve.types import Setup, Span
+from gradsieve import Method
+from gradsieve.collectives import TeamCollectives
+from gradsieve.rounding import WIRES
+from gradsieve.wire import WireError
 from kernel_place import DEVICE, INTERPRETED, MARKS, assert_same_bits
+from twins import METHODS, STORIES, Case, Given, Twins, assert_same_records, told
 
 pytestmark = MARKS
-
-METHODS: dict[str, Callable[[float], Method]] = {
-    "micro": lambda density: gradsieve.micro(density=density),
-    "exdyna": lambda density: gradsieve.exdyna(density=density),
-    "union": lambda density: gradsieve.union(density=density),
-    "iwp": lambda density: gradsieve.iwp(density=density),
-    "iwp by two": lambda density: gradsieve.iwp(density=density, num_broadcasters=2),
-}
-
-# --- what the workers are given -----------------------------------------------------------------------------------
-
-
-def one_is_no_number(noise: Tensor, index: int) -> Tensor:
-    gradients = noise.clone()
-    gradients[index % len(noise), index % noise.shape[1]] = (torch.nan, torch.inf, -torch.inf)[index % 3]
-    return gradients
-
-
-KINDS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "noise": lambda noise, _: noise,
-    "ten times as large": lambda noise, _: 10 * noise,
-    "zeros": lambda noise, _: torch.zeros_like(noise),
-    "ties": lambda noise, _: torch.ones_like(noise),
-    "a tenth": lambda noise, _: noise / 10,
-    "one is no number": one_is_no_number,
-    "rounded": lambda noise, _: (2 * noise).round(),
-    "agreement": lambda noise, _: noise[:1].repeat(len(noise), 1),
-    "one rank alone": lambda noise, _: noise * (torch.arange(len(noise)) == 0).unsqueeze(1),
-}
-"""Makes the gradients of a step out of noise, `[world, numel]`, and the step's number."""
-STORIES: dict[str, Sequence[str]] = {
-    "unsteady": [*["noise"] * 2, "ten times as large", "zeros", "ties", "one is no number", "a tenth", "noise"],
-    "steady": ["noise"] * 7,
-    "from nothing": ["zeros", "zeros", "noise", "noise", "zeros", "zeros", "a tenth"],
-    "not finite": ["one is no number"] * 4 + ["noise"] * 3,
-    "jumps": ["noise", "ten times as large", "noise", "a tenth", "a tenth", "ten times as large", "noise", "noise"],
-    "ties": ["ties", "rounded", "rounded", "ties", "zeros", "ties", "rounded"],
-    "agreement": [*["noise"] * 5, "agreement", "agreement", "noise", "agreement"],
-    "one rank alone": [*["noise"] * 5, "one rank alone", "one rank alone", "noise"],
-}
-
-
-class Case(NamedTuple):
-    world: int
-    numel: int
-    density: float
-    residual: torch.dtype = torch.float32
-    gradient: torch.dtype = torch.float32
-
-    @property
-    def sizes(self) -> list[int]:
-        """Of a few parameters, of odd sizes, with an empty one among them."""
-        first, second = self.numel // 2, self.numel // 3
-        return [first, 0, second, self.numel - first - second]
-
 
 SOME: list[tuple[str, Case]] = [
     ("micro", Case(1, 5, 0.3)),
     ("micro", Case(5, 6, 0.001, torch.bfloat16)),
-    ("micro", Case(3, 300, 0.3, torch.bfloat16, torch.bfloat16)),
     ("micro", Case(2, 9000, 0.01)),
     ("exdyna", Case(2, 1023, 0.3)),
-    ("exdyna", Case(3, 40, 0.1, gradient=torch.float16)),
-    ("union", Case(1, 40, 0.3)),
-    ("union", Case(3, 300, 0.05, torch.bfloat16)),
+    ("exdyna", Case(3, 40, 0.1, torch.bfloat16, torch.float16)),
+    ("union", Case(2, 300, 0.05, torch.bfloat16, torch.bfloat16)),
     ("iwp", Case(2, 300, 0.05, gradient=torch.bfloat16)),
-    ("iwp", Case(1, 9, 0.3)),
     ("iwp by two", Case(3, 40, 0.3)),
 ]
 ALL = [
@@ -107,88 +43,9 @@ ALL = [
 ]
 
 
-class Given(NamedTuple):
-    gradients: Tensor
-    parameters: Tensor
-
-
-def told(story: str, case: Case) -> Iterator[Given]:
-    """What the workers are given in each step of a story."""
-    generator = torch.Generator().manual_seed(1)
-    for index, kind in enumerate(STORIES[story]):
-        noise = torch.randn(case.world, case.numel, generator=generator)
-        parameters = torch.randn(case.numel, generator=generator)
-        yield Given(KINDS[kind](noise, index).to(DEVICE, case.gradient), parameters.to(DEVICE))
-
-
-# --- both paths ---------------------------------------------------------------------------------------------------
-
-
-def plain_state(state: Any) -> Any:
-    """Tensors as what can be compared."""
-    if isinstance(state, dict):
-        return {key: plain_state(value) for key, value in state.items()}
-    return state.tolist() if isinstance(state, Tensor) else state
-
-
-def assert_same_records(one: StepStats, other: StepStats) -> None:
-    for field in ("step", "numel", "target", "support", "density", "threshold", "counts", "imbalance", "dense_numel"):
-        assert getattr(one, field) == getattr(other, field), field
-
-
-class Twins:
-    """The same simulation by both paths."""
-
-    def __init__(self, method: Method, case: Case, **options: Any) -> None:
-        self._make = lambda: Simulation(
-            method,
-            case.world,
-            case.numel,
-            shapes=case.sizes,
-            device=DEVICE,
-            residual_dtype=case.residual,
-            as_team=True,
-            **options,
-        )
-        self.by_kernels, self.plain = self._made("triton"), self._made("plain")
-        self._steps = 0
-
-    def _made(self, path: kernels.dispatch.Path) -> Simulation:
-        with kernels.using(path):
-            simulation = self._make()
-        assert (simulation._fused is not None) == (path == "triton")
-        return simulation
-
-    def step(self, given: Given) -> None:
-        """A step of both, which have to do the same."""
-        (mean, stats), (expected, expected_stats) = (
-            each.step(given.gradients.clone(), given.parameters) for each in (self.by_kernels, self.plain)
-        )
-        assert_same_bits(mean, expected)
-        assert_same_records(stats, expected_stats)
-        self._steps += 1
-        # who looks at the state changes when residuals are cleared: let there be steps in which nobody does
-        if self._steps % 3 == 1:
-            assert_same_bits(self.by_kernels.residual, self.plain.residual)
-        elif self._steps % 3 == 2:
-            self.assert_same_state()
-
-    def assert_same_state(self) -> None:
-        for mine, others in zip(self.by_kernels.state_dict(), self.plain.state_dict(), strict=True):
-            assert plain_state(mine["learned"]) == plain_state(others["learned"])
-            assert_same_bits(mine["residual"], others["residual"])
-
-    def move(self) -> None:
-        """Each goes on from what the other saved."""
-        states = self.by_kernels.state_dict(), self.plain.state_dict()
-        self.by_kernels, self.plain = self._made("triton"), self._made("plain")
-        self.plain.load_state_dict(states[0])
-        self.by_kernels.load_state_dict(states[1])
-
-
-def assert_same_run(method: Method, case: Case, story: str) -> None:
+def assert_same_run(method: Method, case: Case, story: str, *, exact: bool = True) -> None:
     twins = Twins(method, case)
-    for given in told(story, case):
+    for given in told(story, case, exact=exact):
         twins.step(given)
     twins.assert_same_state()
 
@@ -198,16 +55,165 @@ def test_kernels_do_what_plain_torch_does(name: str, case: Case) -> None:
     assert_same_run(METHODS[name](case.density), case, "unsteady")
 
 
-@pytest.mark.parametrize("story", [story for story in STORIES if story != "unsteady"])
+@pytest.mark.parametrize("story", [story for story in STORIES if story not in ("steady", "unsteady")])
 def test_so_they_do_in_every_story(story: str) -> None:
-    case = Case(2, 300, 0.1)
+    case = Case(2, 100, 0.1)
     assert_same_run(gradsieve.union(density=case.density), case, story)
+
+
+def test_so_they_do_where_sums_are_rounded() -> None:
+    case = Case(3, 300, 0.05)
+    assert_same_run(gradsieve.exdyna(density=case.density), case, "jumps", exact=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("name", METHODS)
 def test_so_they_do_everywhere(name: str, story: str) -> None:
-    for method, case in ALL:
-        if method == name:
-            assert_same_run(METHODS[name](case.density), case, story)
+    cases = [case for method, case in ALL if method == name]
+    if INTERPRETED:  # all of them would take hours
+        cases = random.Random(f"{name} {story}").sample(cases, 6)
+    for case in cases:
+        assert_same_run(METHODS[name](case.density), case, story)
+
+
+def test_a_large_team_does_the_same() -> None:
+    case = Case(9, 40, 0.2)
+    twins = Twins(gradsieve.union(density=case.density), case)
+    for given in itertools.islice(told("steady", case), 2):
+        twins.step(given)
+
+
+@pytest.mark.parametrize("name", ["exdyna", "union"])
+def test_state_moves_between_the_paths(name: str) -> None:
+    case = Case(2, 100, 0.1)
+    twins = Twins(METHODS[name](case.density), case)
+    for index, given in enumerate(told("steady", case)):
+        if index in (1, 5):
+            twins.move()
+        twins.step(given)
+    twins.assert_same_state()
+
+
+def test_what_is_saved_before_the_first_step_starts_anew() -> None:
+    case = Case(2, 100, 0.1)
+    twins = Twins(gradsieve.exdyna(density=case.density), case)
+    twins.assert_same_state()
+    twins.move()
+    for given in itertools.islice(told("steady", case), 2):
+        twins.step(given)
+
+
+def test_gradients_are_left_alone_unless_they_may_be_used_up() -> None:
+    case = Case(2, 100, 0.1)
+    careful, careless = (Twins(gradsieve.micro(density=case.density), case).by_kernels for _ in range(2))
+    for gradients, parameters in itertools.islice(told("steady", case), 3):
+        before = gradients.clone()
+        mean, stats = careful.step(gradients, parameters)
+        assert_same_bits(gradients, before)
+        other = torch.full_like(mean, 77)
+        _, (pending,) = careless.average(gradients, other, use_up=True)
+        assert_same_bits(mean, other)
+        assert_same_records(stats, pending.read())
+    assert_same_bits(careful.residual, careless.residual)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_travels_whole_beside_is_averaged_alike(wire: str) -> None:
+    case = Case(3, 40, 0.2)
+    twins = Twins(gradsieve.exdyna(density=case.density), case, wire=wire)
+    for gradients, _ in itertools.islice(told("steady", case), 2):
+        whole = torch.randn(3, 7, device=DEVICE)
+        dense = [
+            each.average(gradients, torch.empty(case.numel, device=DEVICE), dense=whole)[0]
+            for each in (twins.by_kernels, twins.plain)
+        ]
+        assert_same_bits(*dense)
+
+
+@pytest.mark.parametrize("name", ["micro", "union"])
+def test_an_outcome_without_its_zeros_is_the_same(name: str) -> None:
+    case = Case(2, 100, 0.1)
+    twins = Twins(METHODS[name](case.density), case)
+    for gradients, _ in itertools.islice(told("steady", case), 3):
+        (mine, _), (others, _) = (each.reduce(gradients) for each in (twins.by_kernels, twins.plain))
+        for field, value in mine._asdict().items():
+            if isinstance(value, Tensor):
+                assert_same_bits(value, getattr(others, field))
+            else:
+                assert value == getattr(others, field), field
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", ["exdyna", "union"])
+def test_mass_is_conserved(name: str, wire: str) -> None:
+    case = Case(3, 300, 0.05)
+    simulation = Twins(METHODS[name](case.density), case, wire=wire).by_kernels
+    held = torch.zeros(case.world, case.numel, device=DEVICE)
+    for gradients, _ in itertools.islice(told("jumps", case), 4):
+        accumulated = held + gradients
+        mean, _ = simulation.step(gradients)
+        held = simulation.residual
+        off = accumulated.sum(0) - case.world * mean - held.sum(0)
+        assert (off.abs() <= 1e-6 * accumulated.abs().sum(0).max()).all()
+        assert mean.any()
+
+
+def test_a_damaged_message_is_noticed_once_the_numbers_of_its_step_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(2, 100, 0.1)
+    first, second = (Twins(gradsieve.micro(density=case.density), case).by_kernels for _ in range(2))
+    whole = TeamCollectives._all_gather
+
+    async def damaged(team: TeamCollectives, tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.uint8:
+            tensor[1, -1] ^= 1
+        return await whole(team, tensor)
+
+    monkeypatch.setattr(TeamCollectives, "_all_gather", damaged)
+    given, mean = torch.randn(3, 2, 100, device=DEVICE), torch.empty(100, device=DEVICE)
+    with pytest.raises(WireError, match="step 0: the indices of message 1 were damaged"):
+        first.step(given[0])
+    # who does not read them is told when the host comes to know them
+    second.average(given[0], mean)
+    second.average(given[1], mean)
+    with pytest.raises(WireError, match="step 0"):
+        second.average(given[2], mean)
+
+
+# --- hard cases ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_need_not_lie_row_by_row() -> None:
+    case = Case(2, 100, 0.1)
+    twins = Twins(gradsieve.micro(density=case.density), case)
+    gradients = torch.randn(100, 2, device=DEVICE).t()
+    assert_same_bits(*(each.step(gradients)[0] for each in (twins.by_kernels, twins.plain)))
+
+
+def test_one_rank_may_propose_all_that_the_ranks_together_did() -> None:
+    """After ranks agreed the goal is several times the target; then one of them has all the large entries."""
+    case = Case(5, 700, 0.05)
+    twins = Twins(gradsieve.union(density=case.density), case)
+    # whole numbers, whose sums do not depend on an order
+    noise, parameters = torch.randn(5, case.numel).mul(64).round().to(DEVICE), torch.ones(case.numel, device=DEVICE)
+    alone = noise.clone()
+    alone[0] *= 100
+    for gradients in (noise[:1].repeat(5, 1), noise[1:2].repeat(5, 1), alone):
+        twins.step(Given(gradients, parameters))
+
+
+def test_gradients_may_have_64_bits() -> None:
+    case = Case(2, 1000, 0.1)
+    twins = Twins(gradsieve.micro(density=case.density), case)
+    for _ in range(2):
+        twins.step(Given(torch.randn(2, 1000, dtype=torch.float64, device=DEVICE), torch.ones(1000, device=DEVICE)))
+
+
+@pytest.mark.xfail(not INTERPRETED, reason="on a device the larger of a number and what is none is the number")
+def test_parameters_that_are_no_numbers_count_as_in_plain_torch() -> None:
+    case = Case(2, 100, 0.1)
+    twins = Twins(gradsieve.iwp(density=case.density), case)
+    for gradients, parameters in itertools.islice(told("steady", case), 3):
+        parameters[7] = torch.nan
+        gradients[:, 7] = 0
+        twins.step(Given(gradients, parameters))

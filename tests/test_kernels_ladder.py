@@ -56,8 +56,18 @@ def test_what_was_collected_is_counted_by_level(dtype: torch.dtype, group: tuple
     assert_counted(place, control.warm_ladder(place.last))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("last", [control.TINY, 1e-37, 1e-20, 1e20, 1e38])
+@pytest.mark.parametrize(
+    ("last", "dtype"),
+    [
+        (control.TINY, torch.float32),
+        (1e-37, torch.bfloat16),
+        (1e-20, torch.float32),
+        (1e20, torch.bfloat16),
+        (1e38, torch.float32),
+        (1e38, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_levels_count_rightly_at_any_scale(last: float, dtype: torch.dtype) -> None:
     """Where the ladder meets an end of the scale some of its rungs are alike."""
     place = fed(dtype, last=last)
@@ -82,11 +92,11 @@ LADDERS = {
 }
 
 
-@pytest.mark.parametrize("importance", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("importance", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)]
+)
 @pytest.mark.parametrize("rungs", LADDERS)
 def test_a_vector_is_counted_by_the_bits_of_its_scores(rungs: str, dtype: torch.dtype, importance: bool) -> None:
-    # of a vector of one tile and a bit, for there is much to look at
     place = Place([4097, 0, 300], rows=2, dtype=dtype, num_chunks=2)
     weights = torch.randn(place.numel, device=DEVICE) if importance else None
     place.look([(0, place.numel), (4000, 4100)], weights=weights)
@@ -156,11 +166,13 @@ class Choice:
         self.decision = Decision.empty(world, world, 1, DEVICE)
         self.decision.learned.copy_(torch.tensor([last, asked.travelled, asked.distinct]))
         self._ladder = uploaded(ladder.astype(np.int32), DEVICE)
+        self._next_ladder = torch.zeros_like(self._ladder)
         self._offsets = uploaded(control.OFFSETS, DEVICE)
 
     @property
     def ladder(self) -> list[int]:
-        rungs: list[int] = self._ladder.tolist()
+        """Of the next round, or of the next step once this one is settled."""
+        rungs: list[int] = (self._next_ladder if self.record.settled else self._ladder).tolist()
         return rungs
 
     @property
@@ -174,6 +186,7 @@ class Choice:
         decide(
             self.decision.counts,
             self._ladder,
+            self._next_ladder,
             self._offsets,
             self.decision,
             target=asked.target,
@@ -210,7 +223,7 @@ class Choice:
         )
         assert self.ladder == control.warm_ladder(following).tolist()
         assert self.decision.applied.tolist() == [bits] * control.NUM_RUNGS
-        assert self.decision.learned.tolist() == [following, asked.travelled, asked.distinct]
+        assert self.decision.following.tolist() == [following, asked.travelled, asked.distinct]
 
 
 @st.composite

@@ -37,7 +37,7 @@ def assert_merged(
     travelled = len(indices) if travelled is None else travelled
     decision = Decision.empty(1, 1, 1, DEVICE)
     decision.record[5:8] = travelled
-    decision.learned.copy_(torch.tensor([77, 5, 3]))
+    decision.following.copy_(torch.tensor([77, 5, 3]))
     support = torch.full((target * percent // 100 + 1,), numel, dtype=dtype, device=DEVICE)
     chunk_counts = torch.full((-(-numel // MARKED),), -1, dtype=torch.int32, device=DEVICE)
     merge(marks_of(indices, numel), chunk_counts, decision, support, target=target, percent=percent)
@@ -48,7 +48,7 @@ def assert_merged(
     record = Record.of(decision.record.tolist(), 1)
     assert (record.travelled, record.distinct, record.support) == (travelled, len(union), len(expected))
     overlap = [travelled, len(union)] if travelled and len(union) else [5, 3]
-    assert decision.learned.tolist() == [77, *overlap]
+    assert decision.following.tolist() == [77, *overlap]
 
 
 def drawn(number: int, numel: int) -> Tensor:

@@ -39,6 +39,8 @@ from gradsieve.weights import Weights
 
 MOST_RANKS = 512
 """One program looks at the counts of all ranks."""
+LOOKS = 1024
+"""Where rows looked is kept on the device for so many cases: partitions in rotation come again."""
 EXPECTED = 3.0
 """About so many times the entries that are sent reach the lowest rung."""
 MARKED = 8192
@@ -108,6 +110,12 @@ class Tiling:
         starts = self._starts[:-1]
         first = int(np.searchsorted(starts, start, side="right")) - 1
         return first, int(np.searchsorted(starts, stop, side="left"))
+
+
+def _left_out(runs: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
+    """What runs, by first and number, leave out of `num` things."""
+    borders = [0, *(border for first, length in sorted(runs) for border in (first, first + length)), num]
+    return [(start, stop - start) for start, stop in zip(borders[::2], borders[1::2], strict=True) if stop > start]
 
 
 def uploaded(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -194,6 +202,7 @@ class Fused:
         acc: Tensor,
         *,
         wire_dtype: torch.dtype = torch.float32,
+        narrow: bool = False,
     ) -> None:
         assert isinstance(method.criterion, Searched)
         self._method = method
@@ -215,6 +224,7 @@ class Fused:
         self.decision = Decision.empty(rows, setup.world, num_chunks, device)
         self._offsets = uploaded(control.OFFSETS, device)
         self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
+        self._next_ladder = self._ladder.clone()
         self.levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
         self._edges = self.tiling.edges
         if isinstance(method.region, BalancedBlocks):
@@ -225,8 +235,13 @@ class Fused:
         self._first_rung = torch.zeros(1, dtype=torch.int64, device=device)
         self._nothing = torch.empty(0, device=device)
         self._all_ranks = uploaded(np.arange(setup.world), device)
-        self._looks: tuple[npt.NDArray[np.int64], Tensor] | None = None
-        self._cold = True
+        self._looks: dict[bytes, Tensor] = {}
+        self._cold = self._was_cold = True
+        self._narrow = narrow
+        self._open = False
+        """Is a step begun and not finished?"""
+        self._fed: list[tuple[int, int]] = []
+        """Tiles that this step has taken in, by first and number: of them, what was sent before is cleared."""
         self._late: deque[Late] = deque()
         self._sent: Sent | None = None
         self._region: Any = method.region.start(setup)
@@ -245,10 +260,10 @@ class Fused:
     def learn(self, region: Any, criterion: SearchState) -> None:
         """Go on from such states."""
         self._late.clear()
-        self._sent = None
+        self._open, self._sent, self._fed = False, None, []
         (threshold,) = criterion.thresholds
         self._region, self._recent = region, criterion.recent
-        self._cold = threshold == 0
+        self._cold = self._was_cold = threshold == 0
         bits = control.to_bits(threshold)
         ladder = control.cold_ladder() if self._cold else control.warm_ladder(bits)
         device = self._acc.device
@@ -267,6 +282,8 @@ class Fused:
         """Start a step of all rows; `step` is that of the first."""
         while self._late and self._late[0].step.index <= step.index - control.LAG:
             self._take_in(self._late.popleft())
+        self._give_up()
+        self._open = True
         self._step = step
         # the newest is what the host cannot know yet, and need not
         recent = (*self._recent, 0) if self._late else self._recent
@@ -282,6 +299,16 @@ class Fused:
             self.sight.by_importance = True
             self.sight.weights = weights.flat
             self.sight.margins = weights.scales * score.eps
+
+    def _give_up(self) -> None:
+        """Leave a step that was begun and not finished: what it fed stays, what it learned does not count."""
+        if not self._open:
+            return
+        self.decision.counts.zero_()
+        self._cold = self._was_cold
+        if self._cold:
+            self._ladder.copy_(uploaded(control.cold_ladder().astype(np.int32), self._acc.device))
+        self.settle_residual()
 
     @property
     def _ranks(self) -> range:
@@ -306,15 +333,19 @@ class Fused:
                 stop = start
             rows.append((start, stop, *self.tiling.touched(start, stop)))
         looks = np.array(rows, dtype=np.int64)
-        if self._looks is None or not np.array_equal(self._looks[0], looks):
-            self._looks = looks, uploaded(looks, self._acc.device)
-        return self._looks[1]
+        key = looks.tobytes()
+        if key not in self._looks:
+            if len(self._looks) >= LOOKS:
+                self._looks.clear()
+            self._looks[key] = uploaded(looks, self._acc.device)
+        return self._looks[key]
 
     def feed(self, gradient: Tensor, runs: Sequence[Run]) -> None:
         """Take in a bucket's gradient, and use it up: what is collected is written over it."""
         from gradsieve.kernels.sieve import sieve
 
-        self._found.narrow = gradient.element_size() < 4
+        self._found.narrow = self._narrow or gradient.element_size() < 4
+        self._fed += [(run_of_tiles.first, run_of_tiles.num) for run_of_tiles in runs]
         for run_of_tiles in runs:
             sieve(
                 gradient,
@@ -359,7 +390,7 @@ class Fused:
             (len(self._acc), self._capacity()), dtype=index_dtype(self._setup.numel), device=self._acc.device
         )
         pick(*looking, picked, rungs=rungs, rung=rung, first_rank=self._first_rank, look_at_all=self._cold)
-        self._cold = False
+        self._was_cold, self._cold = self._cold, False
         return picked
 
     async def _settle(self, cold_round: int | None = None) -> None:
@@ -374,12 +405,13 @@ class Fused:
         decide(
             gathered,
             self._ladder,
+            self._next_ladder,
             self._offsets,
             self.decision,
             target=self._step.target,
             most=self._setup.numel * lookers,
             ceiling=int(self._criterion.ceiling * 1000),
-            room=-1 if self._room is None else self._room,
+            room=self._room,
             cold=cold_round is not None,
             first=cold_round == 0,
             final=cold_round in (None, control.COLD_ROUNDS - 1),
@@ -391,9 +423,7 @@ class Fused:
 
     def _capacity(self) -> int:
         """Entries of one rank that there is room for."""
-        target = self._step.target
-        bound = 2 * target + 64 if self._room is None else self._room
-        return max(1, min(self.extent, bound))
+        return max(1, min(self.extent, self._room))
 
     @property
     def _support_capacity(self) -> int:
@@ -428,8 +458,12 @@ class Fused:
         if len(step.proposers) == step.world:
             gathered = await self._collectives.all_gather(message if self._is_team else message[0])
             return gathered, self._all_ranks, shape
-        own = list(message) if self._is_team else [message[0]] * step.world
-        pieces = [await self._collectives.broadcast(own[rank], rank) for rank in step.proposers]
+        # what comes from others goes to memory of its own
+        own = [message[rank - self._first_rank] if rank in self._ranks else torch.empty_like(message[0])
+               for rank in step.proposers]  # fmt: skip
+        pieces = [
+            await self._collectives.broadcast(piece, rank) for piece, rank in zip(own, step.proposers, strict=True)
+        ]
         return torch.stack(pieces), uploaded(np.array(step.proposers), picked.device), shape
 
     async def _average(self, support: Tensor, dense: Tensor | None) -> Outcome:
@@ -460,7 +494,11 @@ class Fused:
         return Outcome(support, tile_borders, mean, dense_mean, rest, late)
 
     def sent(self, outcome: Outcome) -> Sent:
-        """What the step sent: cleared from the residual when the next step reads it, or by `settle_residual`."""
+        """End the step: what it sent is cleared when the next one reads the residual, or by `settle_residual`."""
+        decision = self.decision
+        decision.learned, decision.following = decision.following, decision.learned
+        self._ladder, self._next_ladder = self._next_ladder, self._ladder
+        self._open, self._fed, self._was_cold = False, [], False
         self._sent = Sent(outcome.support, outcome.borders, outcome.rest)
         return self._sent
 
@@ -469,8 +507,9 @@ class Fused:
         from gradsieve.kernels.sieve import clear
 
         if self._sent is not None:
-            clear(self._acc, self._sent)
-            self._sent = None
+            for first, num in _left_out(self._fed, self.tiling.tiles.num):
+                clear(self._acc, self._sent, first, num)
+        self._sent, self._fed = None, []
 
     def write_back(self, gradient: Tensor, runs: Sequence[Run], outcome: Outcome, sent: Sent) -> None:
         """Write the means into a bucket's gradient, zeros elsewhere."""
@@ -494,9 +533,11 @@ class FusedWorker(Worker):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         wire: torch.dtype = torch.float32,
+        narrow: bool = False,
     ) -> None:
         super().__init__(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
-        self._fused = Fused(method, setup, collectives, self._residual.acc.unsqueeze(0), wire_dtype=wire)
+        acc = self._residual.acc.unsqueeze(0)
+        self._fused = Fused(method, setup, collectives, acc, wire_dtype=wire, narrow=narrow)
         self._buckets: dict[tuple[tuple[int, int], ...], list[Run]] = {}
         self._taken: list[tuple[Tensor, list[Run]]] = []
 
@@ -581,10 +622,12 @@ def make_worker(
     seed: int,
     dtype: torch.dtype,
     wire: torch.dtype,
+    narrow: bool = False,
 ) -> Worker:
-    """A rank's worker, by the fastest way that method and device allow."""
-    kind = FusedWorker if kernels.uses_triton(collectives.device) and suits(method, setup, dtype) else Worker
-    return kind(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
+    """A rank's worker, by the fastest way that method and device allow. `narrow`: some gradients have 16 bits."""
+    if kernels.uses_triton(collectives.device) and suits(method, setup, dtype):
+        return FusedWorker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow)
+    return Worker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
 
 
 class FusedTeam:

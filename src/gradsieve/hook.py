@@ -174,7 +174,15 @@ class Sieve:
         kind = OverlappedCollectives if self.scope == "bucket" else GroupCollectives
         collectives = kind(self._group, self._layout.sparse[0].parameter.device)
         setup = Setup(collectives.world, layout.numel, layout.bounds)
-        worker = make_worker(self.method, setup, collectives, seed=seed, dtype=self._residual_dtype, wire=self._wire)
+        worker = make_worker(
+            self.method,
+            setup,
+            collectives,
+            seed=seed,
+            dtype=self._residual_dtype,
+            wire=self._wire,
+            narrow=any(slot.parameter.dtype.itemsize < 4 for slot in layout.sparse),
+        )
         return Part(layout, worker, self._used)
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

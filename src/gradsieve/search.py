@@ -24,6 +24,9 @@ from gradsieve.criterion import Criterion
 from gradsieve.score import Look, Magnitude, Score, chunks, collect, collect_for_team, joined
 from gradsieve.types import Candidates, Proposal, Reduced, Setup, Span, Step, View
 
+FIRST_ROOM, FIRST_ROOM_LEAST = 2, 64
+"""In the first steps, of which nothing is known, one rank may send so many times the target, and so many more."""
+
 
 class SearchState(NamedTuple):
     thresholds: tuple[float, ...]
@@ -85,7 +88,7 @@ class Searched(Criterion):
         room = self.room(state, views[0].step)
         return await self._proposal(room, [_TeamSearch(self.score, looks, goal, last)], team)
 
-    async def _proposal(self, room: int | None, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
+    async def _proposal(self, room: int, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
         """Run the searches to their end, all groups in one message a round."""
         while unsettled := [search for search in searches if not search.settled]:
             rows = await collectives.gather_numbers(torch.cat([search.counts() for search in unsettled], dim=-1))
@@ -107,14 +110,15 @@ class Searched(Criterion):
             for applied, last in zip(reduced.thresholds, state.thresholds, strict=True)
         )
         room = self.room(state, step)
-        overlap = sum(counts if room is None else (min(count, room) for count in counts)), reduced.distinct
+        overlap = sum(min(count, room) for count in counts), reduced.distinct
         if not self.overlapping or 0 in overlap:
             overlap = state.travelled, state.distinct
         return SearchState(thresholds, *overlap, (*state.recent, max(counts))[-control.RECENT :])
 
-    def room(self, state: SearchState, step: Step) -> int | None:
+    def room(self, state: SearchState, step: Step) -> int:
         """How many entries of one rank may travel in this step."""
-        return control.room(state.recent, -(-step.target // len(step.proposers)))
+        room = control.room(state.recent, -(-step.target // len(step.proposers)))
+        return FIRST_ROOM * step.target + FIRST_ROOM_LEAST if room is None else room
 
     def _groups(self, setup: Setup) -> list[Span]:
         if self.per_layer and len(setup.bounds) > 1:

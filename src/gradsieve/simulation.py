@@ -121,7 +121,7 @@ class Simulation:
         """
         if self._fused is not None:
             self._check_gradients(gradients, dense)
-            fed = gradients if use_up and gradients.is_contiguous() else gradients.clone()
+            fed = gradients if use_up and gradients.is_contiguous() else _copied(gradients)
             outcome, pending = self._fused.average(fed, mean, parameters, dense)
             return outcome.dense, [pending]
         reduced, records = self.reduce(gradients, parameters, dense)
@@ -155,7 +155,7 @@ class Simulation:
         """Waits for the step to end: how many entries there are is known only then."""
         assert self._fused is not None
         mean = torch.empty(gradients.shape[1], device=gradients.device)
-        outcome, pending = self._fused.average(gradients.clone(), mean, parameters, dense)
+        outcome, pending = self._fused.average(_copied(gradients), mean, parameters, dense)
         record = outcome.late.record()
         support, thresholds = outcome.support[: record.support].long(), outcome.late.stats().thresholds
         return Reduced(
@@ -286,6 +286,11 @@ def _each(parameters: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
         return
     while True:
         yield parameters
+
+
+def _copied(gradients: Tensor) -> Tensor:
+    """Row by row."""
+    return gradients.clone(memory_format=torch.contiguous_format)
 
 
 def bounds_of(shapes: Shapes | None, numel: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Weights:
         sizes = [stop - start for start, stop in pairwise(self._bounds)]
         *norms, whole = torch._foreach_norm([*torch.split(flat, sizes), flat])
         # from memory that the device can read by itself, so that nobody waits
-        roots = torch.tensor([max(size, 1) for size in sizes], pin_memory=flat.is_cuda).float().sqrt_()
+        roots = torch.tensor([math.sqrt(max(size, 1)) for size in sizes], pin_memory=flat.is_cuda)
         tensors = torch.stack(norms) / roots.to(flat.device, non_blocking=True)
         model = whole / math.sqrt(max(flat.numel(), 1))
         scales = torch.where(tensors > 0, tensors, model)

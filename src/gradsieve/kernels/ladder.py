@@ -150,7 +150,7 @@ def _count(
     reached = tl.sum(reached) - tl.cumsum(reached) + reached
     column = tl.arange(0, _RUNGS)
     tl.store(chunk_counts + (row * _RUNGS + column) * num_chunks + tl.program_id(0), reached)
-    tl.atomic_add(counts + row * _RUNGS + column, reached, mask=reached > 0, sem="relaxed")
+    tl.atomic_add(counts + row * _RUNGS + column, reached.to(tl.int64), mask=reached > 0, sem="relaxed")
 
 
 def count(
@@ -193,7 +193,8 @@ def _at(values, places, place):
 
 @triton.jit(do_not_specialize=["target", "most", "ceiling", "room"])
 def _decide(
-    gathered, gathered_row, ladder, offsets, learned, record, applied, counts, target, most, ceiling, room, rows, world,
+    gathered, gathered_row, ladder, next_ladder, offsets, learned, following, record, applied, counts,
+    target, most, ceiling, room, rows, world,
     WORLD: tl.constexpr, COLD: tl.constexpr, FIRST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, _RUNGS)
@@ -205,7 +206,7 @@ def _decide(
     # they may be the counts of this process, which the next count adds to
     tl.debug_barrier()
     for row in range(rows):
-        tl.store(counts + row * _RUNGS + place, tl.zeros([_RUNGS], dtype=tl.int32))
+        tl.store(counts + row * _RUNGS + place, tl.zeros([_RUNGS], dtype=tl.int64))
     open_still = 1
     if COLD and not FIRST:
         open_still = 1 - tl.load(record + 4).to(tl.int32)
@@ -240,10 +241,11 @@ def _decide(
             quotas = tl.where(thin, share, reaching)
             lengths = tl.where(room >= 0, tl.minimum(quotas, room), quotas)
             proposed = tl.sum(quotas)
-            following = tl.where(2 * proposed >= goal, threshold, tl.maximum(_TINY, threshold - 8388608))
+            next_bits = tl.where(2 * proposed >= goal, threshold, tl.maximum(_TINY, threshold - 8388608))
             tl.store(record + 8, tl.load(learned))
-            tl.debug_barrier()
-            tl.store(learned, following)
+            tl.store(following, next_bits)
+            tl.store(following + 1, travelled)
+            tl.store(following + 2, distinct)
             tl.store(record, threshold)
             tl.store(record + 1, rung)
             tl.store(record + 2, goal)
@@ -255,8 +257,8 @@ def _decide(
             tl.store(record + _HEAD + rank, reaching, mask=present)
             tl.store(record + _HEAD + world + rank, quotas, mask=present)
             tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
-            around = tl.load(offsets + place).to(tl.int64) + following
-            tl.store(ladder + place, tl.minimum(tl.maximum(around, _TINY), _HUGE).to(tl.int32))
+            around = tl.load(offsets + place).to(tl.int64) + next_bits
+            tl.store(next_ladder + place, tl.minimum(tl.maximum(around, _TINY), _HUGE).to(tl.int32))
             tl.store(applied + place, (rungs * 0 + threshold).to(tl.int32))
         else:
             bottom = _at(rungs, place, lower)
@@ -268,6 +270,7 @@ def _decide(
 def decide(
     gathered: Tensor,
     ladder: Tensor,
+    next_ladder: Tensor,
     offsets: Tensor,
     decision: Decision,
     *,
@@ -281,7 +284,7 @@ def decide(
 ) -> None:
     """Choose a rung by the counts of all ranks, `[world, NUM_RUNGS]`, or, in a cold search, the next ladder.
 
-    Writes `decision.record` and, for the step after, `decision.learned` and the ladder. `most` is the largest goal
+    Writes `decision.record` and, for the step after, `decision.following` and `next_ladder`. `most` is the largest goal
     there can be, `ceiling` is in thousandths, `room` is negative where there is no bound.
     """
     world = len(gathered)
@@ -289,8 +292,10 @@ def decide(
         gathered,
         gathered.stride(0),
         ladder,
+        next_ladder,
         offsets,
         decision.learned,
+        decision.following,
         decision.record,
         decision.applied,
         decision.counts,

@@ -79,7 +79,7 @@ def merge(
         target,
         percent,
         decision.record,
-        decision.learned,
+        decision.following,
         support,
         len(support),
         WORDS=WORDS,

@@ -9,7 +9,8 @@ the vector. A bucket of DDP is a run of tiles, or a few, and a table says where 
 What a tile collects is written over the tile's own gradient: that has been taken in and is overwritten with the mean
 later. So there is always room enough, collecting takes no memory and no second pass, and reading tile by tile gives
 the entries in ascending order, the same in every run. An entry is four bytes, its place in the tile and its level;
-under gradients of 16 bits it is its place alone, and the level is worked out again from the accumulated vector.
+where there are gradients of 16 bits it is its place alone, and the level is worked out again from the accumulated
+vector.
 
 [Note: levels]
 The rungs of a warm ladder lie whole multiples of 2**15 bits above its base, 64 of them below the last threshold. Which
@@ -123,7 +124,10 @@ def _sieve(
         else:
             taken = tl.load(fed + place, mask=inside, other=0.0)
             kept = tl.load(target, mask=inside, other=0.0)
-        total = (kept.to(tl.float32) + taken.to(tl.float32)).to(acc.dtype.element_ty)
+        if gradient.dtype.element_ty == tl.float64:
+            total = (kept.to(tl.float64) + taken).to(acc.dtype.element_ty)
+        else:
+            total = (kept.to(tl.float32) + taken.to(tl.float32)).to(acc.dtype.element_ty)
         if whole:
             tl.store(target, total)
         else:
@@ -197,25 +201,26 @@ def sieve(
         IN_PLACE=run.sources is None,
         COLLECT=collect,
         BY_IMPORTANCE=sight.by_importance,
-        NARROW=gradient.element_size() < 4,
+        NARROW=found.narrow,
         CLEAR=sent is not None,
         REST=rest is not None,
         num_warps=NUM_WARPS,
     )
 
 
-@triton.jit
-def _clear(acc, acc_row, sent, borders, rest, rest_row, REST: tl.constexpr, ENTRIES: tl.constexpr):
+@triton.jit(do_not_specialize=["first_tile"])
+def _clear(acc, acc_row, first_tile, sent, borders, rest, rest_row, REST: tl.constexpr, ENTRIES: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    clear_tile(acc + row * acc_row, tl.program_id(0), sent, borders, rest + row * rest_row, REST, ENTRIES)
+    clear_tile(acc + row * acc_row, first_tile + tl.program_id(0), sent, borders, rest + row * rest_row, REST, ENTRIES)
 
 
-def clear(acc: Tensor, sent: Sent) -> None:
-    """Clear what was sent, at once."""
+def clear(acc: Tensor, sent: Sent, first: int, num: int) -> None:
+    """Clear what was sent of `num` tiles from number `first` on, at once."""
     rest = sent.rest
-    _clear[(len(sent.borders) - 1, len(acc))](
+    _clear[(num, len(acc))](
         acc,
         acc.stride(0),
+        first,
         sent.support,
         sent.borders,
         acc if rest is None else rest,

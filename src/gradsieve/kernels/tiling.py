@@ -92,7 +92,7 @@ class Decision:
 
     world: int
     counts: Tensor
-    """int32 `[rows, NUM_RUNGS]`: entries at or above each rung."""
+    """int64 `[rows, NUM_RUNGS]`: entries at or above each rung."""
     chunk_counts: Tensor
     """int32 `[rows, NUM_RUNGS, chunks]`: the same by chunk, a stretch of tiles."""
     record: Tensor
@@ -100,7 +100,9 @@ class Decision:
     applied: Tensor
     """int32 `[NUM_RUNGS]`: the threshold, as a ladder of equal rungs."""
     learned: Tensor
-    """int64 `[3]`: the bits of the threshold that the next step begins with, `travelled` and `distinct`."""
+    """int64 `[3]`: the bits of the threshold that the step begins with, `travelled` and `distinct`."""
+    following: Tensor
+    """The same for the next step: it counts once this one is finished."""
 
     @classmethod
     def empty(cls, rows: int, world: int, num_chunks: int, device: torch.device) -> Decision:
@@ -109,11 +111,12 @@ class Decision:
 
         return cls(
             world=world,
-            counts=numbers(rows, NUM_RUNGS),
+            counts=numbers(rows, NUM_RUNGS, dtype=torch.int64),
             chunk_counts=numbers(rows, NUM_RUNGS, num_chunks),
             record=numbers(Record.size(world), dtype=torch.int64),
             applied=numbers(NUM_RUNGS),
             learned=torch.ones(3, dtype=torch.int64, device=device),
+            following=torch.ones(3, dtype=torch.int64, device=device),
         )
 
     @property
