@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 import toys
@@ -19,9 +20,10 @@ from fleet import Fleet
 from gradsieve import Method, StepStats, kernels
 from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.fused import FusedWorker, make_worker
+from gradsieve.hook import Scope
 from gradsieve.kernels.dispatch import Path
 from gradsieve.layout import Layout, Slot, fewer_than_two_dimensions
-from gradsieve.pipeline import Worker
+from gradsieve.pipeline import PendingStats, Worker
 from gradsieve.types import Setup, Span
 from kernel_place import DEVICE, MARKS, assert_same_bits
 from twins import METHODS, PATHS, assert_same_records, plain_state
@@ -75,13 +77,17 @@ class Crew:
     def residual(self) -> Tensor:
         return torch.stack([worker.residual.acc for worker in self.workers])
 
-    def feed(self, gradients: Tensor) -> list[list[tuple[Slot, Tensor]]]:
-        """Begin a step on all ranks; returns the flat gradients that each was fed."""
+    def begin(self) -> None:
+        """Begin a step on all ranks."""
         parameters = torch.linspace(-1, 1, self._layout.numel, device=DEVICE)
+        for worker in self.workers:
+            worker.begin(lambda: parameters)
+
+    def feed(self, gradients: Tensor, buckets: Sequence[int] = (0, 1)) -> list[list[tuple[Slot, Tensor]]]:
+        """Feed some buckets on all ranks; returns the flat gradients that each was fed."""
         fed = []
         for worker, gradient in zip(self.workers, gradients, strict=True):
-            worker.begin(lambda: parameters)
-            taken = [self._bucket(gradient, bucket) for bucket in range(len(BUCKETS))]
+            taken = [self._bucket(gradient, bucket) for bucket in buckets]
             for arrived in taken:
                 worker.take(arrived)
             fed.append([pair for arrived in taken for pair in arrived])
@@ -96,21 +102,27 @@ class Crew:
 
     def step(self, gradients: Tensor, unapplied: Sequence[Span] = ()) -> tuple[Tensor, list[StepStats]]:
         """A whole step: the means on each rank, `[world, numel]`, and the records."""
+        self.begin()
         fed = self.feed(gradients)
-        outcomes = lockstep([worker.exchange() for worker in self.workers])
-        pending = [
-            worker.finish(outcome, unapplied, own)
-            for worker, outcome, own in zip(self.workers, outcomes, fed, strict=True)
-        ]
+        pending = self.exchange(fed, unapplied)
         means = [torch.cat([mean.float() for _, mean in sorted(own, key=lambda pair: pair[0].place)]) for own in fed]
         return torch.stack(means), [each.read() for each in pending]
 
-    def give_up(self, gradients: Tensor, meetings: int) -> None:
-        """Begin a step on all ranks that ends in the middle: after so many collectives, if any."""
-        self.feed(gradients)
-        exchanges = [worker.exchange() for worker in self.workers]
-        with pytest.raises(InterruptedError):
-            lockstep([_interrupted(exchange, meetings) for exchange in exchanges])
+    def exchange(self, fed: Sequence[list[tuple[Slot, Tensor]]], unapplied: Sequence[Span] = ()) -> list[PendingStats]:
+        """End a step on all ranks; the means are written into what they were fed."""
+        outcomes = lockstep([worker.exchange() for worker in self.workers])
+        return [
+            worker.finish(outcome, unapplied, own)
+            for worker, outcome, own in zip(self.workers, outcomes, fed, strict=True)
+        ]
+
+    def give_up(self, gradients: Tensor, buckets: Sequence[int] = (0, 1), meetings: int = 0) -> None:
+        """Begin a step on all ranks that ends in the middle: after some buckets or, later, so many collectives."""
+        self.begin()
+        self.feed(gradients, buckets)
+        if meetings:
+            with pytest.raises(InterruptedError):
+                lockstep([_interrupted(worker.exchange(), meetings) for worker in self.workers])
 
 
 @coroutine
@@ -178,30 +190,44 @@ def test_what_nobody_applies_stays_in_the_residual() -> None:
     assert_same_bits(*(crew.residual for crew in crews))
 
 
-def test_what_a_step_that_is_given_up_has_fed_stays_in_the_residual() -> None:
+@pytest.mark.parametrize("buckets", [(0,), (0, 1)])
+def test_what_a_step_that_is_given_up_has_fed_stays_in_the_residual(buckets: Sequence[int]) -> None:
     crews = crews_of(gradsieve.micro(density=0.2), 2)
     for index, gradients in enumerate(noises(6, 2)):
         if index == 3:
             for crew in crews:
-                crew.feed(gradients)
+                crew.give_up(gradients, buckets)
         else:
             assert_same_crews(crews, gradients)
     assert_same_bits(*(crew.residual for crew in crews))
 
 
-@pytest.mark.parametrize("meetings", [1, 2, 3])
-def test_a_step_may_be_given_up_while_ranks_exchange(meetings: int) -> None:
-    crew, given = Crew("triton", gradsieve.micro(density=0.2), 2), noises(6, 2)
-    sent = torch.zeros(sum(SIZES), device=DEVICE)
-    for index, gradients in enumerate(given):
-        if index == 3:
-            crew.give_up(gradients, meetings)
+@pytest.mark.parametrize(("index", "meetings"), [(0, 2), (0, 5), (3, 1), (3, 2), (3, 3)])
+def test_a_step_may_be_given_up_while_ranks_exchange(index: int, meetings: int) -> None:
+    """What it fed stays, and nothing is learned from it."""
+    by_kernels, plain = crews_of(gradsieve.union(density=0.2), 2)
+    for step, gradients in enumerate(noises(5, 2)):
+        if step == index:
+            by_kernels.give_up(gradients, meetings=meetings)
+            plain.give_up(gradients)
         else:
-            means, _ = crew.step(gradients)
-            assert_same_bits(means[0], means[1])
-            sent += 2 * means[0]
-    off = torch.stack(given).sum((0, 1)) - sent - crew.residual.sum(0)
-    assert off.abs().max() < 1e-5
+            assert_same_crews([by_kernels, plain], gradients)
+    assert_same_bits(by_kernels.residual, plain.residual)
+
+
+def test_the_residual_may_be_looked_at_in_the_middle_of_a_step() -> None:
+    crews = crews_of(gradsieve.micro(density=0.2), 2)
+    before, in_two, after = noises(3, 2)
+    assert_same_crews(crews, before)
+    fed = []
+    for crew in crews:
+        crew.begin()
+        fed.append(crew.feed(in_two, [0]))
+    assert_same_bits(*(crew.residual for crew in crews))
+    for crew, first in zip(crews, fed, strict=True):
+        crew.exchange([[*one, *other] for one, other in zip(first, crew.feed(in_two, [1]), strict=True)])
+    assert_same_crews(crews, after)
+    assert_same_bits(*(crew.residual for crew in crews))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
@@ -296,6 +322,28 @@ def test_a_model_is_trained_alike_by_both_paths(name: str, scope: str) -> None:
 def test_so_it_is_with_other_options(ddp: dict[str, Any], options: dict[str, Any]) -> None:
     by_kernels, plain = (trained_by(path, gradsieve.micro(density=0.05), ddp, **options) for path in PATHS)
     assert_same_training(by_kernels, plain)
+
+
+def unlike_types() -> nn.Module:
+    """A model some of whose parameters have 16 bits."""
+    model = toys.Chosen()
+    for layer in (0, 2):
+        model.weights[layer] = nn.Parameter(model.weights[layer].detach().bfloat16())
+    return model.to(DEVICE)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_parameters_may_be_of_unlike_types(scope: Scope) -> None:
+    found = []
+    for path in PATHS:
+        with kernels.using(path):
+            model = DistributedDataParallel(unlike_types(), bucket_cap_mb=0.003)
+            sieve = gradsieve.sparsify(model, gradsieve.micro(density=0.05), scope=scope, exclude=())
+            means = [mean_of(model, step) for step in range(4)]
+        found.append((torch.stack(means), toys.flat(list(sieve.residuals().values()))))
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
 
 
 def _trained_by_both(name: str) -> tuple[Trained, Trained]:

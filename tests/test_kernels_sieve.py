@@ -94,6 +94,18 @@ def test_they_are_collected_by_importance_too(gradient: torch.dtype, weights: to
     assert_sieved(place, awkward(1, place.numel).to(gradient))
 
 
+def test_places_alone_may_be_collected_where_there_is_room_for_more() -> None:
+    """Other gradients of the same step may have 16 bits."""
+    place = Place()
+    fed = awkward(1, place.numel)
+    place.found.narrow = True
+    sieve(fed, place.acc, place.tiling.tiles, place.whole, place.sight, place.found, None, collect=True)
+    starts, counts = place.tiling.tiles.starts.tolist(), place.found.tile_counts[0].tolist()
+    words = [fed[0, start:].view(torch.int16)[:number].long() for start, number in zip(starts, counts, strict=False)]
+    positions = [start + word for start, word in zip(starts, words, strict=False)]
+    assert_same_bits(torch.cat(positions), expected(place, 0).indices)
+
+
 def test_a_row_collects_in_its_own_stretch_alone() -> None:
     stretches = [(0, 0), (4096, 4097), (0, 1), (4095, 4131), (4130, 8629), (8600, 8631), (8631, 8631)]
     place = Place(rows=len(stretches))

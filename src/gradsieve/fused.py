@@ -204,6 +204,9 @@ class Fused:
         wire_dtype: torch.dtype = torch.float32,
         narrow: bool = False,
     ) -> None:
+        from gradsieve.kernels.ladder import group_shape
+        from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
+
         assert isinstance(method.criterion, Searched)
         self._method = method
         self._criterion = method.criterion
@@ -215,9 +218,6 @@ class Fused:
         self._first_rank = 0 if isinstance(collectives, TeamCollectives) else collectives.rank
         self.tiling = Tiling(setup.bounds, device)
         parts = 1 if isinstance(method.region, Whole) else setup.world
-        from gradsieve.kernels.ladder import group_shape
-        from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
-
         self._group = group_shape(method.density * TILE * (1 if parts > 1 else 1 / setup.world) * EXPECTED)
         num_chunks = min(MOST_CHUNKS, max(1, -(-self.tiling.tiles.num // (self._group[0] * parts))))
         self._found = Found.empty(rows, self.tiling.tiles.num, device)
@@ -305,6 +305,8 @@ class Fused:
         if not self._open:
             return
         self.decision.counts.zero_()
+        if self._late and self._late[-1].step is self._step:
+            self._late.pop()
         self._cold = self._was_cold
         if self._cold:
             self._ladder.copy_(uploaded(control.cold_ladder().astype(np.int32), self._acc.device))
