@@ -131,10 +131,9 @@ def test_what_travels_whole_beside_is_averaged_alike(wire: str) -> None:
         assert_same_bits(*dense)
 
 
-@pytest.mark.parametrize("name", ["micro", "union"])
-def test_an_outcome_without_its_zeros_is_the_same(name: str) -> None:
+def test_an_outcome_without_its_zeros_is_the_same() -> None:
     case = Case(2, 100, 0.1)
-    twins = Twins(METHODS[name](case.density), case)
+    twins = Twins(gradsieve.union(density=case.density), case)
     for gradients, _ in itertools.islice(told("steady", case), 3):
         (mine, _), (others, _) = (each.reduce(gradients) for each in (twins.by_kernels, twins.plain))
         for field, value in mine._asdict().items():
@@ -144,8 +143,7 @@ def test_an_outcome_without_its_zeros_is_the_same(name: str) -> None:
                 assert value == getattr(others, field), field
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", ["exdyna", "union"])
+@pytest.mark.parametrize(("name", "wire"), [("micro", "float32"), ("exdyna", "bfloat16"), ("union", "bfloat16")])
 def test_mass_is_conserved(name: str, wire: str) -> None:
     case = Case(3, 300, 0.05)
     simulation = Twins(METHODS[name](case.density), case, wire=wire).by_kernels
@@ -209,7 +207,6 @@ def test_gradients_may_have_64_bits() -> None:
         twins.step(Given(torch.randn(2, 1000, dtype=torch.float64, device=DEVICE), torch.ones(1000, device=DEVICE)))
 
 
-@pytest.mark.xfail(not INTERPRETED, reason="on a device the larger of a number and what is none is the number")
 def test_parameters_that_are_no_numbers_count_as_in_plain_torch() -> None:
     case = Case(2, 100, 0.1)
     twins = Twins(gradsieve.iwp(density=case.density), case)

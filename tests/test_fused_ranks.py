@@ -20,7 +20,6 @@ from fleet import Fleet
 from gradsieve import Method, StepStats, kernels
 from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.fused import FusedWorker, make_worker
-from gradsieve.hook import Scope
 from gradsieve.kernels.dispatch import Path
 from gradsieve.layout import Layout, Slot, fewer_than_two_dimensions
 from gradsieve.pipeline import PendingStats, Worker
@@ -152,7 +151,7 @@ def noises(steps: int, world: int) -> list[Tensor]:
     return list(torch.randn(steps, world, sum(SIZES)).mul(1024).round().div(1024).to(DEVICE))
 
 
-@pytest.mark.parametrize("name", ["micro", "exdyna", "union", "iwp", "iwp by two"])
+@pytest.mark.parametrize("name", ["micro", "exdyna", "union", "iwp by two"])
 def test_ranks_by_themselves_do_what_they_do_in_plain_torch(name: str) -> None:
     crews = crews_of(METHODS[name](0.05), 3)
     for gradients in noises(5, 3):
@@ -202,7 +201,7 @@ def test_what_a_step_that_is_given_up_has_fed_stays_in_the_residual(buckets: Seq
     assert_same_bits(*(crew.residual for crew in crews))
 
 
-@pytest.mark.parametrize(("index", "meetings"), [(0, 2), (0, 5), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("index", "meetings"), [(0, 5), (3, 1), (3, 3)])
 def test_a_step_may_be_given_up_while_ranks_exchange(index: int, meetings: int) -> None:
     """What it fed stays, and nothing is learned from it."""
     by_kernels, plain = crews_of(gradsieve.union(density=0.2), 2)
@@ -240,7 +239,7 @@ def test_buckets_may_be_of_unlike_types(dtypes: Sequence[torch.dtype]) -> None:
 
 # --- in DistributedDataParallel -----------------------------------------------------------------------------------
 
-STEPS = 5
+STEPS = 4
 
 
 @pytest.fixture
@@ -333,13 +332,12 @@ def unlike_types() -> nn.Module:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_parameters_may_be_of_unlike_types(scope: Scope) -> None:
+def test_parameters_may_be_of_unlike_types() -> None:
     found = []
     for path in PATHS:
         with kernels.using(path):
             model = DistributedDataParallel(unlike_types(), bucket_cap_mb=0.003)
-            sieve = gradsieve.sparsify(model, gradsieve.micro(density=0.05), scope=scope, exclude=())
+            sieve = gradsieve.sparsify(model, gradsieve.micro(density=0.05), exclude=())
             means = [mean_of(model, step) for step in range(4)]
         found.append((torch.stack(means), toys.flat(list(sieve.residuals().values()))))
     for one, other in zip(*found, strict=True):

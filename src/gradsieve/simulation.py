@@ -166,6 +166,7 @@ class Simulation:
             counts=record.quotas,
             thresholds=thresholds,
             distinct=record.distinct,
+            rest=None if outcome.rest is None else outcome.rest[:, : record.support],
         ), [pending]
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -49,7 +49,8 @@ NUM_WARPS = 4
 def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):
     """The bits of an entry's score: they sort like the score, and what is not a number comes last."""
     if BY_IMPORTANCE:
-        size = tl.maximum(tl.abs(weights) + margin, 1.1754943508222875e-38)
+        # what is not a number stays none, as in plain torch
+        size = tl.maximum(tl.abs(weights) + margin, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
         score = tl.div_rn(tl.abs(acc), size)
     else:
         score = acc
