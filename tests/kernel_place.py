@@ -28,7 +28,7 @@ from gradsieve.kernels.merge import merge
 from gradsieve.kernels.packing import pack, unpack
 from gradsieve.kernels.pick import pick
 from gradsieve.kernels.scatter import gather, write_back
-from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW, clear, sieve
+from gradsieve.kernels.sieve import clear, sieve
 from gradsieve.kernels.tiling import HEAD, Decision, Found, Run, Sent, Sight
 from gradsieve.score import Importance, Magnitude, Score
 from gradsieve.types import View
@@ -64,7 +64,7 @@ MARKS = [pytest.mark.gpu]
 
 SIZES = [4097, 0, 33, 4500, 1]
 """Of parameters: more than a tile, none, part of a tile, and one entry."""
-LEVELS = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, DEVICE)
+LEVELS = uploaded((control.OFFSETS >> control.STEP_BITS) + control.STEPS_BELOW, DEVICE)
 """The levels of the rungs of a warm ladder."""
 
 
@@ -189,7 +189,7 @@ class Place:
 def level_of(scores: Tensor, last: int) -> Tensor:
     """See [Note: levels] in `kernels.sieve`."""
     bits = scores.view(torch.int32).long()
-    levels = (bits - last >> LEVEL_BITS) + LEVELS_BELOW
+    levels = (bits - last >> control.STEP_BITS) + control.STEPS_BELOW
     return torch.where(bits >= control.HUGE_BITS, 65535, levels)
 
 

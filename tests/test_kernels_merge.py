@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.fused import MARKED
-from gradsieve.kernels.tiling import Decision, Record
+from gradsieve.kernels.tiling import MARKED, Decision, Record
 from kernel_place import DEVICE, MARKS, merge
 
 pytestmark = MARKS

@@ -61,7 +61,10 @@ COLD_ROUNDS = 4
 _DOWN = [-64, -52, -42, -34, -27]
 _NEAR = range(-20, 21)
 _UP = [27, 34, 42, 52, 64, 80, 100, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576, 49152]
-OFFSETS: Bits = np.array([*_DOWN, *_NEAR, *_UP], dtype=np.int64) << 15
+STEP_BITS = 15
+"""The rungs lie whole steps of so many bits from the threshold."""
+STEPS_BELOW = -_DOWN[0]
+OFFSETS: Bits = np.array([*_DOWN, *_NEAR, *_UP], dtype=np.int64) << STEP_BITS
 
 
 def to_bits(threshold: float) -> int:

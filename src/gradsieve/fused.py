@@ -25,7 +25,7 @@ from torch import Tensor
 from gradsieve import control, kernels, wire
 from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.exchange import SteeredUnion
-from gradsieve.kernels.tiling import MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
+from gradsieve.kernels.tiling import MARKED, MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
 from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
 from gradsieve.pipeline import Learned, Numbers, PendingStats, Worker
@@ -43,8 +43,6 @@ LOOKS = 1024
 """Where rows looked is kept on the device for so many cases: partitions in rotation come again."""
 EXPECTED = 3.0
 """About so many times the entries that are sent reach the lowest rung."""
-MARKED = 8192
-"""Marks that a program of `kernels.merge` handles."""
 
 
 def suits(method: Method, setup: Setup, residual_dtype: torch.dtype) -> bool:
@@ -205,7 +203,6 @@ class Fused:
         narrow: bool = False,
     ) -> None:
         from gradsieve.kernels.ladder import group_shape
-        from gradsieve.kernels.sieve import LEVEL_BITS, LEVELS_BELOW
 
         assert isinstance(method.criterion, Searched)
         self._method = method
@@ -225,7 +222,7 @@ class Fused:
         self._offsets = uploaded(control.OFFSETS, device)
         self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
         self._next_ladder = self._ladder.clone()
-        self.levels = uploaded(control.OFFSETS // (1 << LEVEL_BITS) + LEVELS_BELOW, device)
+        self.levels = uploaded((control.OFFSETS >> control.STEP_BITS) + control.STEPS_BELOW, device)
         self._edges = self.tiling.edges
         if isinstance(method.region, BalancedBlocks):
             blocks = np.minimum(

@@ -15,7 +15,8 @@ from gradsieve.bench.given import heavy_tailed
 from gradsieve.bench.timing import Case
 from gradsieve.collectives import Collectives, run
 from gradsieve.exchange import Exchange
-from gradsieve.fused import MARKED, Fused, Late, Outcome, suits
+from gradsieve.fused import Fused, Late, Outcome, suits
+from gradsieve.kernels.tiling import MARKED
 from gradsieve.methods import Method, exdyna, iwp, micro, union
 from gradsieve.pipeline import Worker
 from gradsieve.search import SearchState

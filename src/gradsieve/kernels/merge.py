@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradsieve.kernels.packing import sum_before
 from gradsieve.kernels.pick import thinned
-from gradsieve.kernels.tiling import Decision
+from gradsieve.kernels.tiling import MARKED, Decision
 
-WORDS = 256
+WORDS = MARKED // 32
 """Words of 32 marks that a program handles."""
 
 

@@ -14,12 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradsieve.control import HUGE_BITS, STAGE_RATIO
+from gradsieve.control import HUGE_BITS, STAGE_RATIO, STEP_BITS
 
 FEW_SCORES = 1 << 13
 """Up to so many, sorting on the CPU is faster than comparing with each of 64 rungs: each call has its cost."""
-STEP_BITS = 15
-"""Of a ladder around the last threshold: see `control.OFFSETS`."""
 SCRATCH = 1 << 20
 """Entries looked at at a time on the CPU: see `score.CHUNK`."""
 FEW_COMPARISONS = 1 << 26

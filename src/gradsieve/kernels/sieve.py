@@ -28,14 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsieve.control import HUGE_BITS
+from gradsieve.control import HUGE_BITS, STEP_BITS, STEPS_BELOW
 from gradsieve.kernels.tiling import Found, Run, Sent, Sight, Tiles
 
-LEVEL_BITS = 15
-LEVELS_BELOW = 64
 _HUGE = tl.constexpr(HUGE_BITS)
-_LEVEL_BITS = tl.constexpr(LEVEL_BITS)
-_BELOW = tl.constexpr(LEVELS_BELOW << LEVEL_BITS)
+_LEVEL_BITS = tl.constexpr(STEP_BITS)
+_BELOW = tl.constexpr(STEPS_BELOW << STEP_BITS)
 BLOCK = 1024
 """Entries of a tile that are in registers at a time."""
 LINE = 32

@@ -124,6 +124,8 @@ class Decision:
         return self.chunk_counts.shape[2]
 
 
+MARKED = 8192
+"""Marks that a program of `merge` handles."""
 MOST_CHUNKS = 2048
 """Chunks that a row's tiles are dealt out to."""
 HEAD = 9
