@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import triton
@@ -12,7 +13,7 @@ from gradsieve.kernels import ladder, merge, packing, pick, scatter, sieve, tili
 
 FLOATS = {"gradient", "acc", "weights", "margins", "rest", "mean", "values"}
 INTS = {"ladder", "next_ladder", "slots", "tile_counts", "sent", "applied", "chunk_counts", "picked", "message"}
-INTS |= {"messages", "checks", "chunk_entries", "support", "marks"}
+INTS |= {"messages", "checks", "chunk_entries", "support", "marks", "table"}
 LONGS = {"starts", "sources", "looks", "last", "tile_places", "borders", "rungs", "counts", "gathered", "offsets"}
 LONGS |= {"learned", "following", "record", "rung_of", "ranks"}
 TYPES = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(LONGS, "*i64")
@@ -31,9 +32,9 @@ def compile_kernel(kernel: Any, num_warps: int = 4, **constants: Any) -> None:
 
 
 def main() -> None:
-    whole = {"BLOCK": sieve.BLOCK, "LINE": sieve.LINE, "ENTRIES": sieve.ENTRIES, "ALIGNED": True}
-    for narrow, by_importance in ((False, False), (True, True)):
-        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance}
+    whole = {"BLOCK": sieve.BLOCK, "ENTRIES": sieve.ENTRIES, "ALIGNED": True}
+    for narrow, by_importance in itertools.product((False, True), repeat=2):
+        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance, "MANY": by_importance}
         compile_kernel(sieve._sieve, sieve.NUM_WARPS, **whole, **step, IN_PLACE=not narrow, REST=narrow)
         for look_at_all in (False, True):
             look = LOOK | {"ALL": look_at_all, "NARROW": narrow, "BY_IMPORTANCE": by_importance}
@@ -41,7 +42,7 @@ def main() -> None:
             compile_kernel(pick._pick, **look)
     compile_kernel(sieve._clear, 1, REST=True, ENTRIES=sieve.ENTRIES)
     for cold in (False, True):
-        compile_kernel(ladder._decide, ladder.DECIDE_WARPS, WORLD=16, COLD=cold, FIRST=False, FINAL=not cold)
+        compile_kernel(ladder._decide, ladder.DECIDE_WARPS, RANKS=16, COLD=cold, FIRST=False, FINAL=not cold)
     compile_kernel(packing._pack, INDICES=packing.INDICES)
     for choice in (False, True):
         compile_kernel(packing._tally, WORDS=packing.WORDS, SEAL=choice)

@@ -37,7 +37,6 @@ from ranks import Moment
 
 __all__ = [
     "DEVICE",
-    "LEVELS",
     "MARKS",
     "SIZES",
     "Place",
@@ -64,8 +63,8 @@ MARKS = [pytest.mark.gpu]
 
 SIZES = [4097, 0, 33, 4500, 1]
 """Of parameters: more than a tile, none, part of a tile, and one entry."""
-LEVELS = uploaded((control.OFFSETS >> control.STEP_BITS) + control.STEPS_BELOW, DEVICE)
-"""The levels of the rungs of a warm ladder."""
+LEVELS = uploaded(control.LEVELS, DEVICE)
+TABLE = uploaded(control.rung_table(), DEVICE)
 
 
 def _rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:  # noqa: ARG001 - the interpreter's signature
@@ -133,6 +132,7 @@ class Place:
         *,
         weights: Tensor | None = None,
         group: tuple[int, int] = (4, 64),
+        many: bool = False,
     ) -> None:
         """Let each row look at a stretch, around a threshold; by importance if there are weights."""
         self.stretches = stretches
@@ -144,7 +144,8 @@ class Place:
         ladder = uploaded(control.warm_ladder(self.last).astype(np.int32), DEVICE)
         nothing = torch.empty(0, device=DEVICE)
         looks = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
-        self.sight = Sight(looks, ladder, self.decision.learned, nothing, nothing, group=group)
+        last_bits = self.decision.learned
+        self.sight = Sight(looks, ladder, last_bits, TABLE, LEVELS, nothing, nothing, group=group, many=many)
         self.weights = weights
         if weights is not None:
             self.sight.by_importance = True
@@ -172,8 +173,8 @@ class Place:
         self.fed = gradient
         sieve(gradient, self.acc, self.tiling.tiles, self.whole, self.sight, self.found, sent, collect=collect)
 
-    def count(self, rungs: Tensor, *, look_at_all: bool) -> None:
-        count(self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs, look_at_all=look_at_all)
+    def count(self, rungs: Tensor | None = None) -> None:
+        count(self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs)
 
     def sent(self, support: Tensor, rest: Tensor | None = None) -> Sent:
         """That a step sent these entries."""
@@ -190,7 +191,7 @@ def level_of(scores: Tensor, last: int) -> Tensor:
     """See [Note: levels] in `kernels.sieve`."""
     bits = scores.view(torch.int32).long()
     levels = (bits - last >> control.STEP_BITS) + control.STEPS_BELOW
-    return torch.where(bits >= control.HUGE_BITS, 65535, levels)
+    return torch.where(bits >= control.HUGE_BITS, control.TOP_LEVEL, levels)
 
 
 def awkward(*shape: int, seed: int = 0) -> Tensor:

@@ -432,3 +432,11 @@ def test_every_stage_but_the_last_leaves_at_least_the_target(stages: int, ratio:
     assert following >= 1
     if following > stages:
         assert control.STAGE_RATIO ** (following - 1) >= density * (1 - 1e-9)
+
+
+def test_the_table_of_rungs_tells_of_every_level_what_it_reaches() -> None:
+    table = control.rung_table()
+    every = np.arange(control.TOP_LEVEL + 1)
+    coarse = control.FINE_LEVELS + (every - control.FINE_LEVELS) // control.COARSE_LEVELS
+    found = table[np.where(every < control.FINE_LEVELS, every, coarse)]
+    assert (found == [np.count_nonzero(control.LEVELS <= level) - 1 for level in every]).all()

@@ -16,7 +16,7 @@ from gradsieve import control
 from gradsieve.fused import uploaded
 from gradsieve.kernels import reference
 from gradsieve.kernels.tiling import Decision, Record
-from kernel_place import DEVICE, LEVELS, MARKS, Place, awkward, decide, group_shape
+from kernel_place import DEVICE, MARKS, Place, awkward, decide, group_shape
 
 pytestmark = MARKS
 
@@ -52,7 +52,7 @@ def fed(dtype: torch.dtype, *, group: tuple[int, int] = (4, 64), num_chunks: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_was_collected_is_counted_by_level(dtype: torch.dtype, group: tuple[int, int], num_chunks: int) -> None:
     place = fed(dtype, group=group, num_chunks=num_chunks)
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     assert_counted(place, control.warm_ladder(place.last))
 
 
@@ -71,7 +71,7 @@ def test_what_was_collected_is_counted_by_level(dtype: torch.dtype, group: tuple
 def test_levels_count_rightly_at_any_scale(last: float, dtype: torch.dtype) -> None:
     """Where the ladder meets an end of the scale some of its rungs are alike."""
     place = fed(dtype, last=last)
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     assert_counted(place, control.warm_ladder(place.last))
 
 
@@ -81,7 +81,7 @@ def test_importance_is_counted_by_level(dtype: torch.dtype) -> None:
     weights = torch.randn(place.numel, device=DEVICE)
     place.look([(7, place.numel), (4000, 4200)], weights=weights)
     place.feed(awkward(2, place.numel).to(dtype))
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     assert_counted(place, control.warm_ladder(place.last))
 
 
@@ -102,15 +102,15 @@ def test_a_vector_is_counted_by_the_bits_of_its_scores(rungs: str, dtype: torch.
     place.look([(0, place.numel), (4000, 4100)], weights=weights)
     place.acc.copy_(awkward(*place.acc.shape))
     ladder = LADDERS[rungs]
-    place.count(uploaded(ladder.astype(np.int32), DEVICE), look_at_all=True)
+    place.count(uploaded(ladder.astype(np.int32), DEVICE))
     assert_counted(place, ladder)
 
 
 def test_counts_are_added_to_those_that_are_there_and_chunks_told_anew() -> None:
     place = fed(torch.float32)
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     once, chunks = place.decision.counts.clone(), place.decision.chunk_counts.clone()
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     assert torch.equal(place.decision.counts, 2 * once)
     assert torch.equal(place.decision.chunk_counts, chunks)
 
@@ -121,7 +121,7 @@ def test_chunks_are_stretches_of_tiles_in_their_order() -> None:
     gradient = torch.full((1, place.numel), 0.5, device=DEVICE)
     gradient[:, ::512] = 1
     place.feed(gradient)
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     # eight tiles in groups of two: two groups for each chunk, as far as they go
     lowest = place.decision.chunk_counts[0, 0]
     assert lowest.tolist() == [4 * 8, 4 * 8, 0]

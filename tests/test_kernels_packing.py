@@ -59,7 +59,7 @@ class Proposals(NamedTuple):
             picked[row, : len(self.indices[rank])] = torch.tensor(self.indices[rank], dtype=torch.int64)
         looks = torch.tensor([[self.starts[rank], 0, 0, 0] for rank in ranks], device=DEVICE)
         nothing = torch.empty(0, device=DEVICE)
-        sight = Sight(looks, nothing, nothing, nothing, nothing)
+        sight = Sight(looks, nothing, nothing, nothing, nothing, nothing, nothing)
         return pack(picked.to(DEVICE), sight, self.decision(), self.shape, ranks[0])
 
     def unpacked(self, messages: Tensor, shift: int = 0, numel: int = 1 << 60) -> tuple[Tensor, Tensor]:

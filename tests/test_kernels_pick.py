@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsieve import control, kernels
 from gradsieve.fused import uploaded
-from kernel_place import DEVICE, LEVELS, MARKS, SIZES, Place, awkward, pick
+from kernel_place import DEVICE, MARKS, SIZES, Place, awkward, pick
 
 pytestmark = MARKS
 
@@ -39,7 +39,7 @@ def reaching(place: Place, row: int, threshold: float) -> Tensor:
     return kernels.at_least(place.scores(row), threshold) + place.stretches[row][0]
 
 
-def picked_by(place: Place, rungs: Tensor, rung: int, *, capacity: int, first_rank: int, look_at_all: bool) -> Tensor:
+def picked_by(place: Place, rungs: Tensor | None, rung: int, *, capacity: int, first_rank: int) -> Tensor:
     picked = torch.full((place.rows, capacity), FILLER, dtype=torch.int32, device=DEVICE)
     pick(
         place.acc,
@@ -51,16 +51,13 @@ def picked_by(place: Place, rungs: Tensor, rung: int, *, capacity: int, first_ra
         rungs=rungs,
         rung=torch.tensor([rung], device=DEVICE),
         first_rank=first_rank,
-        look_at_all=look_at_all,
     )
     return picked
 
 
-def assert_picked(
-    place: Place, rungs: Tensor, rung: int, threshold: float, shares_of: Sequence[Share], *, look_at_all: bool
-) -> None:
+def assert_picked(place: Place, rungs: Tensor | None, rung: int, threshold: float, shares_of: Sequence[Share]) -> None:
     """That each row proposes what reaches the threshold, thinned to its quota and again to what may travel."""
-    place.count(rungs, look_at_all=look_at_all)
+    place.count(rungs)
     first_rank = place.world - place.rows
     found = [reaching(place, row, threshold) for row in range(place.rows)]
     shares = [share(len(indices)) for share, indices in zip(shares_of, found, strict=True)]
@@ -71,7 +68,7 @@ def assert_picked(
         [*others, *(length for _, length in shares)],
     )
     capacity = max(1, *(length for _, length in shares))
-    picked = picked_by(place, rungs, rung, capacity=capacity, first_rank=first_rank, look_at_all=look_at_all)
+    picked = picked_by(place, rungs, rung, capacity=capacity, first_rank=first_rank)
     for row, indices in enumerate(found):
         quota, length = shares[row]
         expected = kernels.thinned(kernels.thinned(indices, quota), length).tolist()
@@ -97,7 +94,7 @@ def threshold_of(rungs: control.Bits, rung: int) -> float:
 def test_out_of_what_was_collected_each_rank_picks_its_share(dtype: torch.dtype) -> None:
     place = looking(len(SHARES), len(SHARES), dtype)
     threshold = threshold_of(control.warm_ladder(place.last), RUNG)
-    assert_picked(place, LEVELS, RUNG, threshold, SHARES, look_at_all=False)
+    assert_picked(place, None, RUNG, threshold, SHARES)
 
 
 def test_out_of_the_vector_itself_each_rank_picks_its_share() -> None:
@@ -105,7 +102,7 @@ def test_out_of_the_vector_itself_each_rank_picks_its_share() -> None:
     place.look([(4000, 4400)] * len(SHARES))
     bits = control.to_bits(0.2)
     rungs = uploaded(np.full(control.NUM_RUNGS, bits, dtype=np.int32), DEVICE)
-    assert_picked(place, rungs, 0, 0.2, SHARES, look_at_all=True)
+    assert_picked(place, rungs, 0, 0.2, SHARES)
 
 
 @pytest.mark.parametrize("look_at_all", [False, True])
@@ -114,8 +111,8 @@ def test_who_looks_at_nothing_picks_nothing(look_at_all: bool) -> None:
     place.look([(50, 50), (4000, 4200)])
     place.feed(awkward(*place.acc.shape))
     ladder = control.warm_ladder(place.last)
-    rungs = uploaded(ladder.astype(np.int32), DEVICE) if look_at_all else LEVELS
-    assert_picked(place, rungs, RUNG, threshold_of(ladder, RUNG), [EVERYTHING] * 2, look_at_all=look_at_all)
+    rungs = uploaded(ladder.astype(np.int32), DEVICE) if look_at_all else None
+    assert_picked(place, rungs, RUNG, threshold_of(ladder, RUNG), [EVERYTHING] * 2)
 
 
 @pytest.mark.parametrize("look_at_all", [False, True])
@@ -125,21 +122,21 @@ def test_importance_decides_what_is_picked(look_at_all: bool) -> None:
     place.look([(4090, 4300)], weights=weights)
     place.feed(awkward(*place.acc.shape).to(torch.float16))
     ladder = control.warm_ladder(place.last)
-    rungs = uploaded(ladder.astype(np.int32), DEVICE) if look_at_all else LEVELS
-    assert_picked(place, rungs, RUNG, threshold_of(ladder, RUNG), [MANY], look_at_all=look_at_all)
+    rungs = uploaded(ladder.astype(np.int32), DEVICE) if look_at_all else None
+    assert_picked(place, rungs, RUNG, threshold_of(ladder, RUNG), [MANY])
 
 
 @pytest.mark.parametrize("rung", [0, 6, 63])
 def test_any_rung_may_be_the_threshold(rung: int) -> None:
     place = looking(1, 1, torch.float32)
     threshold = threshold_of(control.warm_ladder(place.last), rung)
-    assert_picked(place, LEVELS, rung, threshold, [EVERYTHING], look_at_all=False)
+    assert_picked(place, None, rung, threshold, [EVERYTHING])
 
 
 def test_a_rank_that_is_alone_in_its_process_finds_its_own_quota() -> None:
     place = looking(1, 4, torch.float32)
     threshold = threshold_of(control.warm_ladder(place.last), RUNG)
-    assert_picked(place, LEVELS, RUNG, threshold, [MANY], look_at_all=False)
+    assert_picked(place, None, RUNG, threshold, [MANY])
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
@@ -147,16 +144,16 @@ def test_the_number_of_chunks_changes_nothing(num_chunks: int) -> None:
     place = looking(1, 1, torch.float32, num_chunks=num_chunks)
     place.look([(0, place.numel)], group=(2, 64))
     threshold = threshold_of(control.warm_ladder(place.last), RUNG)
-    assert_picked(place, LEVELS, RUNG, threshold, [LITTLE_ROOM], look_at_all=False)
+    assert_picked(place, None, RUNG, threshold, [LITTLE_ROOM])
 
 
 def test_the_level_of_an_entry_of_16_bits_is_that_above_the_threshold_of_its_own_step() -> None:
     """By the time entries are picked the next step's threshold is known, and is not to be confused with it."""
     place = looking(1, 1, torch.bfloat16)
     threshold = threshold_of(control.warm_ladder(place.last), RUNG)
-    place.count(LEVELS, look_at_all=False)
+    place.count()
     found = reaching(place, 0, threshold)
     place.note([len(found)], [len(found)], [len(found)])
     place.decision.learned[0] = control.to_bits(0.5)
-    picked = picked_by(place, LEVELS, RUNG, capacity=len(found), first_rank=0, look_at_all=False)
+    picked = picked_by(place, None, RUNG, capacity=len(found), first_rank=0)
     assert picked[0].tolist() == found.tolist()

@@ -76,21 +76,23 @@ def assert_sieved(place: Place, gradient: Tensor) -> None:
         assert_collected(place, row, tiles_in_place(place, fed, row))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
-def test_gradients_are_added_and_large_sums_collected(gradient: torch.dtype, residual: torch.dtype) -> None:
+def test_gradients_are_added_and_large_sums_collected(gradient: torch.dtype, residual: torch.dtype, many: bool) -> None:
     place = Place(rows=2, dtype=residual)
-    place.look([(0, place.numel), (1000, 5003)])
+    place.look([(0, place.numel), (1000, 5003)], many=many)
     assert_sieved(place, awkward(2, place.numel).to(gradient))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("weights", RESIDUALS, ids=str)
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16], ids=str)
-def test_they_are_collected_by_importance_too(gradient: torch.dtype, weights: torch.dtype) -> None:
+def test_they_are_collected_by_importance_too(gradient: torch.dtype, weights: torch.dtype, many: bool) -> None:
     place = Place()
     parameters = torch.randn(place.numel, device=DEVICE)
     parameters[::7] = 0
-    place.look([(100, place.numel - 1)], last=2.0, weights=parameters.to(weights))
+    place.look([(100, place.numel - 1)], last=2.0, weights=parameters.to(weights), many=many)
     assert_sieved(place, awkward(1, place.numel).to(gradient))
 
 

@@ -66,6 +66,19 @@ STEP_BITS = 15
 STEPS_BELOW = -_DOWN[0]
 OFFSETS: Bits = np.array([*_DOWN, *_NEAR, *_UP], dtype=np.int64) << STEP_BITS
 
+LEVELS: Bits = (OFFSETS >> STEP_BITS) + STEPS_BELOW
+"""Of the rungs: steps above the lowest one."""
+FINE_LEVELS, COARSE_LEVELS, TOP_LEVEL = 256, 64, (1 << 16) - 1
+"""Levels, steps above the lowest rung: each by itself up to the first of these, then as many at a time as the second
+says, up to the last, which stands for all beyond."""
+
+
+def rung_table() -> npt.NDArray[np.int32]:
+    """The highest rung that each level reaches, by fine and then by coarse levels."""
+    levels = np.concatenate([np.arange(FINE_LEVELS), np.arange(FINE_LEVELS, TOP_LEVEL + 1, COARSE_LEVELS)])
+    highest: npt.NDArray[np.int32] = (np.searchsorted(LEVELS, levels, side="right") - 1).astype(np.int32)
+    return highest
+
 
 def to_bits(threshold: float) -> int:
     return int(np.float32(threshold).view(np.int32))

@@ -43,6 +43,8 @@ LOOKS = 1024
 """Where rows looked is kept on the device for so many cases: partitions in rotation come again."""
 EXPECTED = 3.0
 """About so many times the entries that are sent reach the lowest rung."""
+FEW = 64
+"""Entries of a tile, on average, up to which they are collected one by one: [Note: few or many] in `kernels.sieve`."""
 
 
 def suits(method: Method, setup: Setup, residual_dtype: torch.dtype) -> bool:
@@ -222,7 +224,8 @@ class Fused:
         self._offsets = uploaded(control.OFFSETS, device)
         self._ladder = uploaded(control.cold_ladder().astype(np.int32), device)
         self._next_ladder = self._ladder.clone()
-        self.levels = uploaded((control.OFFSETS >> control.STEP_BITS) + control.STEPS_BELOW, device)
+        self._levels = uploaded(control.LEVELS, device)
+        self._table = uploaded(control.rung_table(), device)
         self._edges = self.tiling.edges
         if isinstance(method.region, BalancedBlocks):
             blocks = np.minimum(
@@ -287,7 +290,15 @@ class Fused:
         self._room = self._criterion.room(SearchState((0.0,), recent=recent), step)
         borders = self._borders()
         self.sight = Sight(
-            self._looked(borders), self._ladder, self.decision.learned, self._nothing, self._nothing, group=self._group
+            looks=self._looked(borders),
+            ladder=self._ladder,
+            last=self.decision.learned,
+            table=self._table,
+            levels=self._levels,
+            weights=self._nothing,
+            margins=self._nothing,
+            group=self._group,
+            many=EXPECTED * step.target / len(step.proposers) > FEW * self.tiling.tiles.num,
         )
         self.extent = max(stop - start for start, stop in pairwise(borders))
         score = self._criterion.score
@@ -374,21 +385,21 @@ class Fused:
         from gradsieve.kernels.pick import pick
 
         decision, looking = self.decision, self.looking
-        rungs, rung = self.levels, decision.record[1:2]
+        rungs, rung = None, decision.record[1:2]
         if self._cold:
             for cold_round in range(control.COLD_ROUNDS):
-                count(*looking, rungs=self._ladder, look_at_all=True)
+                count(*looking, rungs=self._ladder)
                 await self._settle(cold_round)
-            count(*looking, rungs=decision.applied, look_at_all=True)
+            count(*looking, rungs=decision.applied)
             decision.counts.zero_()
             rungs, rung = decision.applied, self._first_rung
         else:
-            count(*looking, rungs=rungs, look_at_all=False)
+            count(*looking, rungs=None)
             await self._settle()
         picked = torch.empty(
             (len(self._acc), self._capacity()), dtype=index_dtype(self._setup.numel), device=self._acc.device
         )
-        pick(*looking, picked, rungs=rungs, rung=rung, first_rank=self._first_rank, look_at_all=self._cold)
+        pick(*looking, picked, rungs=rungs, rung=rung, first_rank=self._first_rank)
         self._was_cold, self._cold = self._cold, False
         return picked
 

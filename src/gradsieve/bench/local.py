@@ -161,11 +161,9 @@ def _alone(name: str, step: FusedStep, target: int, setup: Setup, device: torch.
     counts = decision.counts.expand(setup.world, -1).clone()
     decision.record[7] = target
     calls: dict[str, Callable[[], object]] = {
-        "count": lambda: ladder.count(*looking, rungs=fused.levels, look_at_all=False),
+        "count": lambda: ladder.count(*looking, rungs=None),
         "decide": lambda: fused.decide(counts),
-        "pick": lambda: pick.pick(
-            *looking, picked, rungs=fused.levels, rung=decision.record[1:2], first_rank=0, look_at_all=False
-        ),
+        "pick": lambda: pick.pick(*looking, picked, rungs=None, rung=decision.record[1:2], first_rank=0),
         "pack": lambda: packing.pack(*packed),
         "unpack": lambda: packing.unpack(messages, ranks, decision, shape, found, None, shift=0, numel=setup.numel),
         "merge": lambda: merge.merge(marks, marked, decision, found, target=target, percent=105),

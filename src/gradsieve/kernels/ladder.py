@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.control import HUGE_BITS, NUM_RUNGS, TINY_BITS
-from gradsieve.kernels.sieve import level_of, size_bits
+from gradsieve.kernels.sieve import level_of, rung_of, size_bits
 from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
@@ -32,16 +32,18 @@ def group_shape(per_tile: float) -> tuple[int, int]:
 
 _HEAD = tl.constexpr(HEAD)
 
+RANKS = 32
+"""Ranks whose counts `decide` looks at at a time."""
 DECIDE_WARPS = 1
 
 
 @triton.jit
-def chunk_of(looks, row, num_chunks, TILES: tl.constexpr):
+def chunk_of(looks, row, num_chunks, group):
     """The tiles that this program looks at: the row's tiles are dealt out in order, in whole groups."""
     first = tl.load(looks + row * 4 + 2)
     last = tl.load(looks + row * 4 + 3)
-    groups = tl.cdiv(last - first, TILES)
-    share = tl.cdiv(groups, num_chunks) * TILES
+    groups = tl.cdiv(last - first, group)
+    share = tl.cdiv(groups, num_chunks) * group
     low = tl.minimum(first + tl.program_id(0) * share, last)
     return low, tl.minimum(low + share, last)
 
@@ -103,8 +105,8 @@ def _by_rung(scores, rungs):
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _count(
-    acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
-    chunk_counts, counts, num_chunks,
+    acc, acc_row, starts, slots, looks, rungs, last, table, weights, margins, tile_counts, tile_places,
+    num_tiles, chunk_counts, counts, num_chunks,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -145,7 +147,7 @@ def _count(
                     BY_IMPORTANCE,
                 )
                 level = tl.reshape(level, [TILES * ENTRIES])
-                reached += _by_rung(level, rungs)
+                reached += tl.histogram(rung_of(level, table, level >= 0), _RUNGS, mask=level >= 0)
     # from how many have each as their highest to how many reach it
     reached = tl.sum(reached) - tl.cumsum(reached) + reached
     column = tl.arange(0, _RUNGS)
@@ -153,12 +155,11 @@ def _count(
     tl.atomic_add(counts + row * _RUNGS + column, reached.to(tl.int64), mask=reached > 0, sem="relaxed")
 
 
-def count(
-    acc: Tensor, tiling: Tiles, sight: Sight, found: Found, decision: Decision, *, rungs: Tensor, look_at_all: bool
-) -> None:
+def count(acc: Tensor, tiling: Tiles, sight: Sight, found: Found, decision: Decision, *, rungs: Tensor | None) -> None:
     """Entries of each row at or above each rung, added to `decision.counts` and, by chunk, in `decision.chunk_counts`.
 
-    Looks at what was collected, and then `rungs` are levels, or at all of each row's stretch, and then they are bits.
+    Looks at all of each row's stretch, at the bits of `rungs`; without them at what was collected, at the rungs of the
+    ladder that it was collected by.
     """
     tiles, entries = sight.group
     _count[(decision.num_chunks, len(acc))](
@@ -167,8 +168,9 @@ def count(
         tiling.starts,
         tiling.slots,
         sight.looks,
-        rungs,
+        sight.looks if rungs is None else rungs,
         sight.last,
+        sight.table,
         sight.weights,
         sight.margins,
         found.tile_counts,
@@ -177,7 +179,7 @@ def count(
         decision.chunk_counts,
         decision.counts,
         decision.num_chunks,
-        ALL=look_at_all,
+        ALL=rungs is not None,
         BY_IMPORTANCE=sight.by_importance,
         NARROW=found.narrow,
         TILES=tiles,
@@ -195,18 +197,9 @@ def _at(values, places, place):
 def _decide(
     gathered, gathered_row, ladder, next_ladder, offsets, learned, following, record, applied, counts,
     target, most, ceiling, room, rows, world,
-    WORLD: tl.constexpr, COLD: tl.constexpr, FIRST: tl.constexpr, FINAL: tl.constexpr,
+    RANKS: tl.constexpr, COLD: tl.constexpr, FIRST: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, _RUNGS)
-    rank = tl.arange(0, WORLD)
-    present = rank < world
-    table = tl.load(gathered + rank[:, None] * gathered_row + place[None, :], mask=present[:, None], other=0).to(
-        tl.int64
-    )
-    # they may be the counts of this process, which the next count adds to
-    tl.debug_barrier()
-    for row in range(rows):
-        tl.store(counts + row * _RUNGS + place, tl.zeros([_RUNGS], dtype=tl.int64))
     open_still = 1
     if COLD and not FIRST:
         open_still = 1 - tl.load(record + 4).to(tl.int32)
@@ -215,7 +208,11 @@ def _decide(
         distinct = tl.load(learned + 2)
         goal = tl.minimum((target.to(tl.int64) * travelled + distinct // 2) // distinct, most)
         limit = goal * ceiling // 1000
-        totals = tl.sum(table, axis=0)
+        totals = tl.zeros([_RUNGS], dtype=tl.int64)
+        for first in range(0, world, RANKS):
+            rank = first + tl.arange(0, RANKS)
+            of_rank = gathered + rank[:, None] * gathered_row + place[None, :]
+            totals += tl.sum(tl.load(of_rank, mask=(rank < world)[:, None], other=0).to(tl.int64), axis=0)
         rungs = tl.load(ladder + place).to(tl.int64)
         lower = tl.sum((totals >= goal).to(tl.int64)) - 1
         upper = lower + 1
@@ -234,13 +231,24 @@ def _decide(
             settled = tl.where(near | (lower < 0), 1, 0)
         if settled == 1:
             threshold = _at(rungs, place, rung)
-            reaching = tl.sum(tl.where((place == rung)[None, :], table, 0), axis=1)
-            total = tl.maximum(tl.sum(reaching), 1)
-            upto = tl.cumsum(reaching)
-            share = goal * upto // total - goal * (upto - reaching) // total
-            quotas = tl.where(thin, share, reaching)
-            lengths = tl.where(room >= 0, tl.minimum(quotas, room), quotas)
-            proposed = tl.sum(quotas)
+            total = tl.maximum(_at(totals, place, rung), 1)
+            before = goal * 0
+            proposed = goal * 0
+            going = goal * 0
+            for first in range(0, world, RANKS):
+                rank = first + tl.arange(0, RANKS)
+                present = rank < world
+                reaching = tl.load(gathered + rank * gathered_row + rung, mask=present, other=0).to(tl.int64)
+                upto = before + tl.cumsum(reaching)
+                share = goal * upto // total - goal * (upto - reaching) // total
+                quotas = tl.where(thin, share, reaching)
+                lengths = tl.where(room >= 0, tl.minimum(quotas, room), quotas)
+                tl.store(record + _HEAD + rank, reaching, mask=present)
+                tl.store(record + _HEAD + world + rank, quotas, mask=present)
+                tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
+                before += tl.sum(reaching)
+                proposed += tl.sum(quotas)
+                going += tl.sum(lengths)
             next_bits = tl.where(2 * proposed >= goal, threshold, tl.maximum(_TINY, threshold - 8388608))
             tl.store(record + 8, tl.load(learned))
             tl.store(following, next_bits)
@@ -251,12 +259,9 @@ def _decide(
             tl.store(record + 2, goal)
             tl.store(record + 3, proposed)
             tl.store(record + 4, 1)
-            tl.store(record + 5, tl.sum(lengths))
-            tl.store(record + 6, tl.sum(lengths))
-            tl.store(record + 7, tl.sum(lengths))
-            tl.store(record + _HEAD + rank, reaching, mask=present)
-            tl.store(record + _HEAD + world + rank, quotas, mask=present)
-            tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
+            tl.store(record + 5, going)
+            tl.store(record + 6, going)
+            tl.store(record + 7, going)
             around = tl.load(offsets + place).to(tl.int64) + next_bits
             tl.store(next_ladder + place, tl.minimum(tl.maximum(around, _TINY), _HUGE).to(tl.int32))
             tl.store(applied + place, (rungs * 0 + threshold).to(tl.int32))
@@ -265,6 +270,10 @@ def _decide(
             top = tl.where(upper < _RUNGS, _at(rungs, place, upper), _HUGE)
             tl.store(record + 4, 0)
             tl.store(ladder + place, (bottom + (top - bottom) * place // 63).to(tl.int32))
+    # they may be what was gathered, and the next count adds to them
+    tl.debug_barrier()
+    for row in range(rows):
+        tl.store(counts + row * _RUNGS + place, tl.zeros([_RUNGS], dtype=tl.int64))
 
 
 def decide(
@@ -305,7 +314,7 @@ def decide(
         room,
         len(decision.counts),
         world,
-        WORLD=triton.next_power_of_2(world),
+        RANKS=min(RANKS, triton.next_power_of_2(world)),
         COLD=cold,
         FIRST=first,
         FINAL=final,

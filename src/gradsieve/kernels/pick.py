@@ -20,6 +20,8 @@ from gradsieve.kernels.ladder import (
 from gradsieve.kernels.tiling import HEAD, MOST_CHUNKS, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
+FEWER = 4
+"""Picking takes so many times fewer tiles side by side than counting: it takes more of each entry."""
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _CHUNKS = tl.constexpr(MOST_CHUNKS)
 _HEAD = tl.constexpr(HEAD)
@@ -49,14 +51,24 @@ def _placed(number, reaching, quota, length):
     return placed
 
 
+@triton.jit
+def _put(picked, base, flats, offset, hit, reaching, quota, length):
+    """Write entries of a few tiles into the proposal, from number `base` of each on; returns how many each had."""
+    hits = hit.to(tl.int32)
+    place = _placed(base[:, None] + tl.cumsum(hits, axis=1) - 1, reaching, quota, length)
+    position = flats[:, None] + offset
+    tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length))
+    return tl.sum(hits, axis=1)
+
+
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "first_rank"])
 def _pick(
-    acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places, num_tiles,
-    chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world,
+    acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places,
+    num_tiles, chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world, group,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    low, high = chunk_of(looks, row, num_chunks, TILES)
+    low, high = chunk_of(looks, row, num_chunks, group)
     acc += row * acc_row
     picked += row * capacity
     rung = tl.load(rung_of)
@@ -93,49 +105,26 @@ def _pick(
             numbers, places = collected_of(tiles, there, row, tile_counts, tile_places, num_tiles)
             flats = tl.load(starts + tiles, mask=there, other=0)
             most = tl.max(numbers)
-            passing = tl.zeros([TILES], dtype=tl.int32)
-            for first in range(0, most, ENTRIES):
-                _, level = collected_levels(
-                    first,
-                    numbers,
-                    places,
-                    tiles,
-                    starts,
-                    slots,
-                    acc,
-                    weights,
-                    margins,
-                    last,
-                    ENTRIES,
-                    NARROW,
-                    BY_IMPORTANCE,
-                )
-                passing += tl.sum((level >= threshold).to(tl.int32), axis=1)
+            # nearly always these are all
+            offset, reached = collected_levels(
+                0, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                ENTRIES, NARROW, BY_IMPORTANCE,
+            )  # fmt: skip
+            passing = tl.sum((reached >= threshold).to(tl.int32), axis=1)
+            for first in range(ENTRIES, most, ENTRIES):
+                _, further = collected_levels(
+                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                    ENTRIES, NARROW, BY_IMPORTANCE,
+                )  # fmt: skip
+                passing += tl.sum((further >= threshold).to(tl.int32), axis=1)
             base = number + (tl.cumsum(passing) - passing)
-            for first in range(0, most, ENTRIES):
-                offset, level = collected_levels(
-                    first,
-                    numbers,
-                    places,
-                    tiles,
-                    starts,
-                    slots,
-                    acc,
-                    weights,
-                    margins,
-                    last,
-                    ENTRIES,
-                    NARROW,
-                    BY_IMPORTANCE,
-                )
-                hit = level >= threshold
-                hits = hit.to(tl.int32)
-                place = _placed(base[:, None] + tl.cumsum(hits, axis=1) - 1, reaching, quota, length)
-                position = flats[:, None] + offset
-                tl.store(
-                    picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length)
-                )
-                base += tl.sum(hits, axis=1)
+            base += _put(picked, base, flats, offset, reached >= threshold, reaching, quota, length)
+            for first in range(ENTRIES, most, ENTRIES):
+                offset, reached = collected_levels(
+                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                    ENTRIES, NARROW, BY_IMPORTANCE,
+                )  # fmt: skip
+                base += _put(picked, base, flats, offset, reached >= threshold, reaching, quota, length)
             number += tl.sum(passing)
 
 
@@ -147,23 +136,23 @@ def pick(
     decision: Decision,
     picked: Tensor,
     *,
-    rungs: Tensor,
+    rungs: Tensor | None,
     rung: Tensor,
     first_rank: int,
-    look_at_all: bool,
 ) -> None:
     """Write each row's proposal into `picked`, `[rows, capacity]`; its length is in the record.
 
     Comes after `count` at the same `rungs`, of which number `rung` is the threshold.
     """
     tiles, entries = sight.group
+    side_by_side = max(1, tiles // FEWER)
     _pick[(decision.num_chunks, len(acc))](
         acc,
         acc.stride(0),
         tiling.starts,
         tiling.slots,
         sight.looks,
-        rungs,
+        sight.levels if rungs is None else rungs,
         decision.record[8:],
         sight.weights,
         sight.margins,
@@ -178,10 +167,11 @@ def pick(
         picked.shape[1],
         first_rank,
         decision.world,
-        ALL=look_at_all,
+        tiles,
+        ALL=rungs is not None,
         BY_IMPORTANCE=sight.by_importance,
         NARROW=found.narrow,
-        TILES=tiles,
+        TILES=side_by_side,
         ENTRIES=entries,
         num_warps=4,
     )

@@ -14,7 +14,12 @@ vector.
 
 [Note: levels]
 The rungs of a warm ladder lie whole multiples of 2**15 bits above its base, 64 of them below the last threshold. Which
-of them a score reaches follows from its level, the number of such multiples above the base, and 16 bits hold that.
+of them a score reaches follows from its level, the number of such multiples above the base, by a table
+(`control.rung_table`); 16 bits hold a level.
+
+[Note: few or many]
+Hits become bits of words, and only words are numbered across the tile. Where hits are few they are then taken out of
+the words one by one, and what belongs to each is read again; where they are many every entry works out its own number.
 
 [Note: clearing late]
 What was sent in a step is cleared from the residual in the next one, when its tile is read and written anyway: writes
@@ -27,17 +32,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
-from gradsieve.control import HUGE_BITS, STEP_BITS, STEPS_BELOW
+from gradsieve.control import COARSE_LEVELS, FINE_LEVELS, HUGE_BITS, STEP_BITS, STEPS_BELOW, TOP_LEVEL
 from gradsieve.kernels.tiling import Found, Run, Sent, Sight, Tiles
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _HUGE = tl.constexpr(HUGE_BITS)
 _LEVEL_BITS = tl.constexpr(STEP_BITS)
 _BELOW = tl.constexpr(STEPS_BELOW << STEP_BITS)
-BLOCK = 1024
+_FINE, _COARSE, _TOP = tl.constexpr(FINE_LEVELS), tl.constexpr(COARSE_LEVELS), tl.constexpr(TOP_LEVEL)
+BLOCK = 2048
 """Entries of a tile that are in registers at a time."""
-LINE = 32
-"""Entries whose hits are numbered within a warp, before the lines are."""
+BLOCK_OF_MANY = 1024
+"""The same where many are collected: see [Note: few or many]."""
 ENTRIES = 128
 """Sent entries that are cleared at a time."""
 NUM_WARPS = 4
@@ -58,8 +66,40 @@ def size_bits(acc, weights, margin, BY_IMPORTANCE: tl.constexpr):
 @triton.jit
 def level_of(bits, last):
     """The level of a score above the base that lies below the last threshold; the highest for what is beyond all."""
-    level = (bits - (last - _BELOW)) >> _LEVEL_BITS
-    return tl.where(bits >= _HUGE, 65535, tl.minimum(level, 65535))
+    level = tl.minimum((bits - (last - _BELOW)) >> _LEVEL_BITS, _TOP)
+    return tl.where(bits >= _HUGE, _TOP, level)
+
+
+@triton.jit
+def rung_of(level, table, there):
+    """The highest rung that a level reaches."""
+    entry = tl.where(level < _FINE, level, _FINE + (level - _FINE) // _COARSE)
+    return tl.load(table + entry, mask=there, other=0)
+
+
+@triton.jit
+def num_ones(word):
+    """How many bits of a 32-bit word are set."""
+    if _INTERPRETED:
+        pairs = word - ((word >> 1) & 0x55555555)
+        fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+        eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+        ones = ((eights * 0x01010101) >> 24) & 0xFF
+    else:
+        ones = libdevice.popc(word)
+    return ones
+
+
+@triton.jit
+def load_block(vector, begin, length, BLOCK: tl.constexpr):
+    """So many entries from `begin` on; zeros behind the end."""
+    place = begin + tl.arange(0, BLOCK)
+    # a mask would forbid wide loads
+    if begin + BLOCK <= length:
+        values = tl.load(vector + place)
+    else:
+        values = tl.load(vector + place, mask=place < length, other=0.0)
+    return values
 
 
 @triton.jit
@@ -77,12 +117,23 @@ def clear_tile(acc, tile, sent, borders, rest, REST: tl.constexpr, ENTRIES: tl.c
         tl.store(acc + index, left, mask=inside)
 
 
+@triton.jit
+def _put(fed, number, place, bits, base, there, NARROW: tl.constexpr):
+    """Write collected entries over the gradient, each at its number."""
+    if NARROW:
+        tl.store(fed.to(tl.pointer_type(tl.int16), bitcast=True) + number, place.to(tl.int16), mask=there)
+    else:
+        entry = place | (level_of(bits, base) << 16)
+        tl.store(fed.to(tl.pointer_type(tl.int32), bitcast=True) + number, entry, mask=there)
+
+
 @triton.jit(do_not_specialize=["first_tile"])
 def _sieve(
-    gradient, gradient_row, acc, acc_row, starts, sources, first_tile, looks, ladder, last, weights, margins, slots,
-    tile_counts, tile_places, num_tiles, sent, borders, rest, rest_row,
-    BLOCK: tl.constexpr, LINE: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
+    gradient, gradient_row, acc, acc_row, starts, sources, first_tile, looks, ladder, last, weights, margins,
+    slots, tile_counts, tile_places, num_tiles, sent, borders, rest, rest_row,
+    BLOCK: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
     COLLECT: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, CLEAR: tl.constexpr, REST: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     tile = first_tile + tl.program_id(0)
@@ -111,46 +162,51 @@ def _sieve(
         if BY_IMPORTANCE:
             margin = tl.load(margins + tl.load(slots + tile))
     number = 0
+    word = tl.arange(0, BLOCK // 32)
+    bit = tl.arange(0, 32)
     for begin in range(0, length, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        inside = place < length
         target = acc + flat + place
-        # a mask would forbid wide loads
-        whole = begin + BLOCK <= length
-        if whole:
-            taken = tl.load(fed + place)
-            kept = tl.load(target)
-        else:
-            taken = tl.load(fed + place, mask=inside, other=0.0)
-            kept = tl.load(target, mask=inside, other=0.0)
+        taken = load_block(fed, begin, length, BLOCK)
+        kept = load_block(acc + flat, begin, length, BLOCK)
         if gradient.dtype.element_ty == tl.float64:
             total = (kept.to(tl.float64) + taken).to(acc.dtype.element_ty)
         else:
             total = (kept.to(tl.float32) + taken.to(tl.float32)).to(acc.dtype.element_ty)
-        if whole:
+        if begin + BLOCK <= length:
             tl.store(target, total)
         else:
-            tl.store(target, total, mask=inside)
+            tl.store(target, total, mask=place < length)
         if COLLECT:
             if (begin < high) & (begin + BLOCK > low):
                 weight = 0.0
                 if BY_IMPORTANCE:
-                    weight = tl.load(weights + flat + place, mask=inside, other=0.0).to(tl.float32)
+                    weight = load_block(weights + flat, begin, length, BLOCK).to(tl.float32)
                 bits = size_bits(total.to(tl.float32), weight, margin, BY_IMPORTANCE)
                 hit = (bits >= floor) & (place >= low) & (place < high)
-                # by lines, whose sums stay within a warp
-                hits = tl.reshape(hit.to(tl.int32), [BLOCK // LINE, LINE])
-                by_line = tl.sum(hits, axis=1)
-                before = tl.cumsum(by_line) - by_line
-                upto = number + tl.reshape(before[:, None] + tl.cumsum(hits, axis=1), [BLOCK])
-                # the sums need every thread's part of the block, so all of it has been read by now
-                if NARROW:
-                    collected = fed.to(tl.pointer_type(tl.int16), bitcast=True)
-                    tl.store(collected + upto - 1, place.to(tl.int16), mask=hit)
+                words = tl.sum(tl.reshape(hit.to(tl.int32) << (place & 31), [BLOCK // 32, 32]), axis=1)
+                in_word = num_ones(words)
+                into = number + tl.cumsum(in_word) - in_word
+                # every thread has read its part of the gradient, and what it wrote can be read
+                tl.debug_barrier()
+                if MANY:
+                    before = num_ones(words[:, None] & ((1 << bit) - 1)[None, :])
+                    goal = tl.reshape(into[:, None] + before, [BLOCK])
+                    _put(fed, goal, place, bits, base, hit, NARROW)
                 else:
-                    collected = fed.to(tl.pointer_type(tl.int32), bitcast=True)
-                    tl.store(collected + upto - 1, place | (level_of(bits, base) << 16), mask=hit)
-                number += tl.sum(by_line)
+                    for _ in range(tl.max(in_word)):
+                        lowest = words & -words
+                        offset = begin + word * 32 + num_ones(lowest - 1)
+                        there = words != 0
+                        value = tl.load(acc + flat + offset, mask=there, other=0.0).to(tl.float32)
+                        size = 0.0
+                        if BY_IMPORTANCE:
+                            size = tl.load(weights + flat + offset, mask=there, other=0.0).to(tl.float32)
+                        score = size_bits(value, size, margin, BY_IMPORTANCE)
+                        _put(fed, into, offset, score, base, there, NARROW)
+                        into += 1
+                        words ^= lowest
+                number += tl.sum(in_word)
     if COLLECT:
         tl.store(tile_places + row * num_tiles + tile, fed.to(tl.int64))
         tl.store(tile_counts + row * num_tiles + tile, number)
@@ -193,8 +249,7 @@ def sieve(
         sight.looks if sent is None else sent.borders,
         acc if rest is None else rest,
         0 if rest is None else rest.stride(0),
-        BLOCK=BLOCK,
-        LINE=LINE,
+        BLOCK=BLOCK_OF_MANY if sight.many else BLOCK,
         ENTRIES=ENTRIES,
         ALIGNED=run.aligned,
         IN_PLACE=run.sources is None,
@@ -203,6 +258,7 @@ def sieve(
         NARROW=found.narrow,
         CLEAR=sent is not None,
         REST=rest is not None,
+        MANY=sight.many,
         num_warps=NUM_WARPS,
     )
 

@@ -50,6 +50,10 @@ class Sight:
     """int32 `[NUM_RUNGS]`: bits of the thresholds of this step, ascending; what reaches the first is collected."""
     last: Tensor
     """int64: bits of the threshold that the ladder lies around."""
+    table: Tensor
+    """int32: `control.rung_table`."""
+    levels: Tensor
+    """int64: `control.LEVELS`."""
     weights: Tensor
     """The flat parameters, if entries are measured by importance."""
     margins: Tensor
@@ -57,6 +61,8 @@ class Sight:
     by_importance: bool = False
     group: tuple[int, int] = (4, 64)
     """Tiles, and entries of each, that a program looks at side by side."""
+    many: bool = False
+    """Are many entries of a tile collected, by the measure of [Note: few or many] in `sieve`?"""
 
 
 @dataclass
@@ -68,7 +74,7 @@ class Found:
     tile_places: Tensor
     """int64 `[rows, tiles]`: the address of what a tile collected, ascending; see [Note: tiles]."""
     narrow: bool = False
-    """Are there only places, without levels?"""
+    """Are there only places, without rungs?"""
 
     @classmethod
     def empty(cls, rows: int, num_tiles: int, device: torch.device) -> Found:
@@ -126,7 +132,7 @@ class Decision:
 
 MARKED = 8192
 """Marks that a program of `merge` handles."""
-MOST_CHUNKS = 2048
+MOST_CHUNKS = 1024
 """Chunks that a row's tiles are dealt out to."""
 HEAD = 9
 """Single numbers of a record, before those by rank."""
