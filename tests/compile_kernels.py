@@ -15,7 +15,7 @@ FLOATS = {"gradient", "acc", "weights", "margins", "rest", "mean", "values"}
 INTS = {"ladder", "next_ladder", "slots", "tile_counts", "sent", "applied", "chunk_counts", "picked", "message"}
 INTS |= {"messages", "checks", "chunk_entries", "support", "marks", "table"}
 LONGS = {"starts", "sources", "looks", "last", "tile_places", "borders", "rungs", "counts", "gathered", "offsets"}
-LONGS |= {"learned", "following", "record", "rung_of", "ranks"}
+LONGS |= {"learned", "following", "record", "rung_of", "ranks", "upto"}
 TYPES = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(LONGS, "*i64")
 LOOK: dict[str, Any] = {"BY_IMPORTANCE": False, "NARROW": False, "TILES": 4, "ENTRIES": 128}
 

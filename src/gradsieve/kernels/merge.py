@@ -5,11 +5,11 @@ The plain twin is `reference.merged` followed by `reference.thinned`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsieve.kernels.packing import sum_before
 from gradsieve.kernels.pick import thinned
 from gradsieve.kernels.tiling import MARKED, Decision
 
@@ -34,12 +34,12 @@ def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_words", "num_chunks", "target", "percent", "capacity"])
 def _merge(
-    marks, num_words, chunk_counts, num_chunks, target, percent, record, learned, support, capacity,
+    marks, num_words, upto, num_chunks, target, percent, record, learned, support, capacity,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    before = sum_before(chunk_counts, chunk)
-    distinct = sum_before(chunk_counts, num_chunks)
+    before = tl.load(upto + chunk - 1, mask=chunk > 0, other=0)
+    distinct = tl.load(upto + num_chunks - 1)
     # too many: what is left out stays in the residual
     kept = tl.where(100 * distinct > percent * target.to(tl.int64), target.to(tl.int64), distinct)
     word, bit, marked = _marks_of(marks, chunk, num_words, WORDS)
@@ -74,7 +74,7 @@ def merge(
     _merge[grid](
         marks,
         len(marks),
-        chunk_counts,
+        torch.cumsum(chunk_counts, 0),
         len(chunk_counts),
         target,
         percent,
