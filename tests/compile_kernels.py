@@ -13,7 +13,7 @@ from gradsieve.kernels import ladder, merge, packing, pick, scatter, sieve, tili
 
 FLOATS = {"gradient", "acc", "weights", "margins", "rest", "mean", "values"}
 INTS = {"ladder", "next_ladder", "slots", "tile_counts", "sent", "applied", "chunk_counts", "picked", "message"}
-INTS |= {"messages", "checks", "chunk_entries", "support", "marks", "table"}
+INTS |= {"messages", "checks", "chunk_entries", "support", "marks", "table", "faults"}
 LONGS = {"starts", "sources", "looks", "last", "tile_places", "borders", "rungs", "counts", "gathered", "offsets"}
 LONGS |= {"learned", "following", "record", "rung_of", "ranks", "upto"}
 TYPES = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(LONGS, "*i64")
@@ -34,7 +34,7 @@ def compile_kernel(kernel: Any, num_warps: int = 4, **constants: Any) -> None:
 def main() -> None:
     whole = {"BLOCK": sieve.BLOCK, "ENTRIES": sieve.ENTRIES, "ALIGNED": True}
     for narrow, by_importance in itertools.product((False, True), repeat=2):
-        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance, "MANY": by_importance}
+        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance, "MANY": by_importance, "CHECK": narrow}
         compile_kernel(sieve._sieve, sieve.NUM_WARPS, **whole, **step, IN_PLACE=not narrow, REST=narrow)
         for look_at_all in (False, True):
             look = LOOK | {"ALL": look_at_all, "NARROW": narrow, "BY_IMPORTANCE": by_importance}

@@ -100,7 +100,7 @@ class Trouble:
     """What befalls the model of one worker when it is in training for the so manieth time."""
 
     kind: str = "none"
-    """raise, kill, sleep, exit, nan"""
+    """raise, kill, stop, sleep, exit, nan"""
     at: int = 0
     rank: int = 0
 
@@ -113,6 +113,8 @@ class Trouble:
             raise RuntimeError("the model\nbroke down")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.kind == "exit":
             os._exit(3)
         if self.kind == "sleep":

@@ -207,7 +207,7 @@ def test_a_run_without_checkpoint_cannot_be_resumed(virtual: Run) -> None:
         ("--method topk", "was run with method 'micro', and a resumed run cannot change it to 'topk'"),
         ("--density 0.2", "was run with density 0.1"),
         ("--seed 1", "was run with seed 0"),
-        ("--workers 3", "was run with workers 2"),
+        ("--lr 3", "was run with lr"),
         ("--virtual 2", "was run with"),
         ("--output other", "was run with output"),
         ("--steps 0", "steps must be at least 1"),

@@ -68,7 +68,7 @@ def _trained_in_bfloat16(
 ) -> dict[str, tuple[Tensor, Tensor, StepStats | None]]:
     outcomes = {}
     for variant in variants:
-        model, sieve = sparsified(make(variant), device=device, wire="bfloat16")
+        model, sieve = sparsified(make(variant), device=device, wire="bfloat16", on_nonfinite="propagate")
         means = torch.stack(averaged(model, STEPS)).cpu()
         outcomes[variant] = means, flat(list(sieve.residuals().values())).cpu(), sieve.stats
     return outcomes
@@ -119,7 +119,7 @@ def _recorded(variants: list[str]) -> dict[str, list[StepStats]]:
     """The record of each step."""
     records: dict[str, list[StepStats]] = {variant: [] for variant in variants}
     for variant in variants:
-        model, sieve = sparsified(make(variant), exclude=f"weights.{DENSE}")
+        model, sieve = sparsified(make(variant), exclude=f"weights.{DENSE}", on_nonfinite="propagate")
         for step in range(STEPS):
             averaged(model, 1, first=step)
             records[variant].append(_comparable(variant, sieve.stats))
@@ -442,7 +442,7 @@ def test_state_is_saved_safely_and_refused_where_it_does_not_belong(fleet2: Flee
         assert "topk(density=0.1)" in messages[2]
         assert "version 0" in messages[3]
         assert "'weights.0'" in messages[4]
-        assert "lacks learned, residuals, velocities" in messages[5]
+        assert "lacks form, learned, method, package, parameters, residuals" in messages[5]
 
 
 def _handed_over(name: str, wire: str) -> tuple[int, int]:

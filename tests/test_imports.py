@@ -21,22 +21,23 @@ def layers_of(package: str, *layers: str) -> list[set[str]]:
 
 CORE = layers_of(
     "gradsieve",
-    "checks clock control weights wire",
+    "checks clock control ddp nonfinite version weights wire",
     "types kernels.reference kernels.dispatch kernels.tiling",
     "kernels.__init__ kernels.sieve",
     "kernels.ladder kernels.packing kernels.scatter",
     "kernels.pick",
     "kernels.merge",
     "collectives score",
-    "rounding",
+    "agreement rounding",
     "region proposers exchange residual",
     "criterion",
     "search",
     "methods",
     "layout",
     "pipeline",
-    "fused part",
+    "fused part states",
     "simulation hook",
+    "sharded",
     "__init__",
 )
 MODELS = layers_of(
@@ -102,6 +103,7 @@ DISTRIBUTED = {
     "gradsieve.bench.step",
     "gradsieve.collectives",
     "gradsieve.hook",
+    "gradsieve.sharded",
     "gradsieve.training.processes",
     "gradsieve.training.session",
 }

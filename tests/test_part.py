@@ -43,6 +43,7 @@ class Model:
             part = self.parts.of(self.layout.names_of(parameters))
             part.take(parameters, [gradients[name] for name in bucket])
             lockstep([part.exchange()])
+            part.finish()
         self.parts.step += 1
 
     def gradients(self, seed: int) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ LIMITS: list[tuple[str, list[Any], list[Any]]] = [
     (name, [1, 7], [0, -1, *NO_WHOLE])
     for name in ("workers", "virtual", "batch_size", "epochs", "steps", "eval_examples", "threads")
 ]
-LIMITS += [(name, [1e-9, 1, 10.5], [0, -0.1, *NO_NUMBER]) for name in ("lr", "clip")]
+LIMITS += [(name, [1e-9, 1, 10.5], [0, -0.1, *NO_NUMBER]) for name in ("lr", "clip", "timeout")]
 LIMITS += [(name, [0, 0.5, 3], [-0.1, *NO_NUMBER]) for name in ("warmup_epochs", "weight_decay", "eval_every")]
 LIMITS += [
     ("checkpoint_every", [0, 1, 10], [-1, 0.5, *NO_WHOLE]),
@@ -311,6 +311,7 @@ CONFIGS = [
         workers=4,
         device="cpu",
         backend="gloo",
+        timeout=60.0,
         seed=7,
         batch_size=20,
         epochs=3,

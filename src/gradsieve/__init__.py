@@ -3,6 +3,7 @@
 sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))
 """
 
+from gradsieve.agreement import AgreementError
 from gradsieve.hook import Sieve, sparsify
 from gradsieve.methods import (
     METHODS,
@@ -21,19 +22,25 @@ from gradsieve.methods import (
     topk,
     union,
 )
+from gradsieve.nonfinite import NonFiniteError
+from gradsieve.sharded import Sharded
 from gradsieve.simulation import Simulation, Trace, simulate
+from gradsieve.states import consolidated, reshard
 from gradsieve.types import StepStats
-
-__version__ = "0.1.0"
+from gradsieve.version import __version__ as __version__
 
 __all__ = [
     "METHODS",
+    "AgreementError",
     "Method",
+    "NonFiniteError",
+    "Sharded",
     "Sieve",
     "Simulation",
     "StepStats",
     "Trace",
     "cltk",
+    "consolidated",
     "deft",
     "dense",
     "dgc",
@@ -43,6 +50,7 @@ __all__ = [
     "method",
     "micro",
     "randomk",
+    "reshard",
     "sidco",
     "simulate",
     "sparsify",

@@ -8,6 +8,8 @@ Bytes are counted here, where they are handed over: the input of an all-gather, 
 broadcast at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms
 that process groups use. All ranks bring the same shape, so an empty message is no message. Results may be shared
 between ranks: read them, do not write into them.
+
+A collective that a process group gives up is an `ExchangeError` that says which one it was.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from types import coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,8 +33,22 @@ T = TypeVar("T")
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+_OF_THIS_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that a collective may meet with and that no other rank has to do with."""
+
+
+class ExchangeError(RuntimeError):
+    """A collective did not come to its end, as a rank has died, hangs or is stopped; says which collective."""
+
+
 class Collectives(ABC):
-    """One rank's access to the others."""
+    """One rank's access to the others.
+
+    `what` is what a collective carries, in the words of an error.
+    """
+
+    _failures: tuple[type[Exception], ...] = ()
+    """What a collective raises that is given up."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank = rank
@@ -39,64 +56,74 @@ class Collectives(ABC):
         self.device = device
         self.start_step()
 
-    def start_step(self) -> None:
+    def start_step(self, index: int = 0) -> None:
         """Forget the bytes and the times of the step before."""
+        self.step = index
         self.wire_bytes = 0
         self.link_bytes = 0.0
         self.num_messages = 0
         self.watch = self._stopwatch()
 
-    async def all_gather(self, tensor: Tensor) -> Tensor:
+    async def all_gather(self, tensor: Tensor, what: str = "tensors") -> Tensor:
         """Everyone's tensor, stacked by rank; all have the same shape."""
         own = self._own(tensor)
         if own.numel() == 0:
             return own.new_empty((self.world, *own.shape))
-        with self._handing_over(own, times_through_link=self.world - 1):
+        with self._handing_over(own, "all-gather", what, times_through_link=self.world - 1):
             return await self._all_gather(tensor)
 
-    async def all_reduce(self, tensor: Tensor) -> Tensor:
+    async def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Tensor:
         """The sum over ranks, the same bits on each. Uses the tensor up."""
         own = self._own(tensor)
         if own.numel() == 0:
             return own
-        with self._handing_over(own, times_through_link=2 * (self.world - 1) / self.world):
+        with self._handing_over(own, "all-reduce", what, times_through_link=2 * (self.world - 1) / self.world):
             return await self._all_reduce(tensor)
 
-    async def all_to_all(self, tensor: Tensor) -> Tensor:
+    async def all_to_all(self, tensor: Tensor, what: str = "tensors") -> Tensor:
         """What each rank has for this one, by rank: of a tensor `[world, ...]`, row r is for rank r."""
         own = self._own(tensor)
         if own.numel() == 0:
             return tensor
-        with self._handing_over(own, times_through_link=(self.world - 1) / self.world):
+        with self._handing_over(own, "all-to-all", what, times_through_link=(self.world - 1) / self.world):
             return await self._all_to_all(tensor)
 
-    async def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+    async def broadcast(self, tensor: Tensor, source: int, what: str = "tensors") -> Tensor:
         """The tensor of rank `source`; the others bring one of the same shape."""
         if tensor.numel() == 0:
             return tensor
-        with self._handing_over(tensor, times_through_link=min(1, self.world - 1), own=self.rank == source):
+        times = min(1, self.world - 1)
+        with self._handing_over(tensor, "broadcast", what, times_through_link=times, source=source):
             return await self._broadcast(tensor, source)
 
-    async def gather_pieces(self, own: Tensor, sources: Sequence[int]) -> list[Tensor]:
+    async def gather_pieces(self, own: Tensor, sources: Sequence[int], what: str = "tensors") -> list[Tensor]:
         """The tensors of the ranks in `sources`; all ranks bring one of the same shape.
 
         An all-gather where all of them count; where few do, a broadcast from each.
         """
         if len(sources) == self.world:
-            return list(await self.all_gather(own))
-        return [await self.broadcast(self._brought_by(rank, own), rank) for rank in sources]
+            return list(await self.all_gather(own, what))
+        return [await self.broadcast(self._brought_by(rank, own), rank, what) for rank in sources]
 
-    async def gather_numbers(self, numbers: Tensor | Sequence[int]) -> list[list[int]]:
+    async def gather_numbers(self, numbers: Tensor | Sequence[int], what: str = "numbers") -> list[list[int]]:
         """Everyone's numbers, by rank, on the host.
 
         Synchronises: sizes of messages and the choice of a threshold are decisions of the host.
         """
-        gathered = await self.all_gather(torch.as_tensor(numbers, dtype=torch.int64, device=self.device))
+        gathered = await self.all_gather(torch.as_tensor(numbers, dtype=torch.int64, device=self.device), what)
         return await self._on_host(gathered)
 
-    async def sum_numbers(self, numbers: Tensor) -> list[float]:
+    async def gather_texts(self, text: str) -> list[str]:
+        """Everyone's text, by rank. Synchronises."""
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        lengths = [row[0] for row in await self.gather_numbers([len(own)])]
+        padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
+        rows = await self._on_host(await self.all_gather(padded))
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    async def sum_numbers(self, numbers: Tensor, what: str = "numbers") -> list[float]:
         """The sum over ranks of a small tensor, on the host. Synchronises: the host plans with it."""
-        return await self._on_host(await self.all_reduce(numbers))
+        return await self._on_host(await self.all_reduce(numbers, what))
 
     async def _on_host(self, tensor: Tensor) -> list[Any]:
         numbers: list[Any] = await self.alike(tensor.tolist) if tensor.numel() else tensor.tolist()
@@ -122,16 +149,32 @@ class Collectives(ABC):
         return Stopwatch(self.device)
 
     @contextmanager
-    def _handing_over(self, tensor: Tensor, times_through_link: float, *, own: bool = True) -> Iterator[None]:
+    def _handing_over(
+        self, tensor: Tensor, operation: str, what: str, times_through_link: float, *, source: int | None = None
+    ) -> Iterator[None]:
         num_bytes = tensor.numel() * tensor.element_size()
-        self.wire_bytes += num_bytes if own else 0
+        self.wire_bytes += num_bytes if source in (None, self.rank) else 0
         self.link_bytes += num_bytes * times_through_link
         self.num_messages += 1
+        number, began = self.num_messages, perf_counter()
         interrupted = self.watch.switch("exchange")
         try:
             yield
+        except self._failures as error:
+            if isinstance(error, _OF_THIS_DEVICE):
+                raise
+            name = f"{operation} of the {what}" + ("" if source is None else f" from rank {source}")
+            place = f"{num_bytes:,} bytes, collective {number} of step {self.step}"
+            raise self._given_up(f"{name} ({place})", perf_counter() - began) from error
         finally:
             self.watch.switch(interrupted)
+
+    def _given_up(self, exchange: str, seconds: float) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self.rank} of {self.world} waited {seconds:.1f} s in vain for the {exchange}: "
+            "another rank has died, hangs or is stopped. See what the others say, and go on from the last checkpoint; "
+            "if one was only slow, give the process group a longer timeout"
+        )
 
     @abstractmethod
     async def _all_gather(self, tensor: Tensor) -> Tensor: ...
@@ -150,6 +193,8 @@ class GroupCollectives(Collectives):
     """Over a process group: gloo or NCCL."""
 
     _overlaps = False
+    # gloo's errors have no type of their own
+    _failures = (RuntimeError,)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)

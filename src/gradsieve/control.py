@@ -49,6 +49,7 @@ TINY = float(np.finfo(np.float32).tiny)
 """The smallest normal float32. Entries below it count as zeros, and nobody asks for zeros unless for everything."""
 HUGE_BITS = 0x7F7F_FFFF
 """The largest finite float32."""
+HUGE = float(np.finfo(np.float32).max)
 TOLERANCE_PERCENT = 3
 """A count this near the goal passes as it is."""
 NUM_RUNGS = 64
@@ -220,15 +221,18 @@ STAGE_PERIOD = 5
 STAGE_LOW, STAGE_HIGH = 0.8, 1.2
 
 
+def most_stages(density: float) -> int:
+    return 1 + int(math.log(density) / math.log(STAGE_RATIO))
+
+
 def next_stages(stages: int, ratio: float, density: float) -> int:
     """SIDCo's number of stages from the actual over the asked number of entries.
 
     Accumulated gradients have lighter tails than an exponential, so that a fit to all of them asks too much of the
     largest: too few entries call for one more stage, too many for one less.
     """
-    most = 1 + int(math.log(density) / math.log(STAGE_RATIO))
     if ratio < STAGE_LOW:
-        return min(stages + 1, most)
+        return min(stages + 1, most_stages(density))
     if ratio > STAGE_HIGH:
         return max(stages - 1, 1)
     return stages

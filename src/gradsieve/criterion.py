@@ -53,6 +53,13 @@ class Criterion:
         """The state after a step."""
         return state
 
+    def check(self, state: Any, setup: Setup) -> None:
+        """Refuse a state that this rule never has. Its fields are of the right types."""
+
+    def resized(self, state: Any, old_world: int, new_world: int) -> Any:
+        """The state for another number of ranks."""
+        return state
+
 
 @dataclass(frozen=True)
 class Everything(Criterion):
@@ -113,6 +120,9 @@ class Rule:
     def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
         return state
 
+    def check(self, state: Any, setup: Setup) -> None:
+        """Refuse a state that this rule never has. Its fields are of the right types."""
+
 
 @dataclass(frozen=True)
 class Fixed(Rule):
@@ -166,6 +176,11 @@ class ExponentialFit(Rule):
         density = step.target / step.numel
         return Stages(control.next_stages(state.stages, proposed / control.STAGE_PERIOD, density), 0.0)
 
+    def check(self, state: Stages, setup: Setup) -> None:
+        most = control.most_stages(1 / max(setup.numel, 1))
+        if not 1 <= state.stages <= most:
+            raise ValueError(f"stages must lie in 1 to {most}, not {state.stages}")
+
 
 @dataclass(frozen=True)
 class Sampled(Rule):
@@ -193,6 +208,9 @@ class Above(Criterion):
     def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
         return self.rule.observe(state, step, reduced)
 
+    def check(self, state: Any, setup: Setup) -> None:
+        self.rule.check(state, setup)
+
     def scan(self, state: Any, view: View, spans: Sequence[Span]) -> Candidates | None:
         threshold = self._early(state, view.step)
         return None if threshold is None else collect(Magnitude(), view, spans, threshold)
@@ -216,7 +234,7 @@ class Above(Criterion):
         threshold = self._early(state, step)
         assert threshold is not None
         indices, scores, _ = collect_for_team(Magnitude(), [(view, view.territory.spans) for view in views], threshold)
-        counts = [row[0] for row in await team.gather_numbers(_count_ranks(indices, step).unsqueeze(1))]
+        counts = [row[0] for row in await team.gather_numbers(_count_ranks(indices, step).unsqueeze(1), "counts")]
         positions = indices % max(step.numel, 1)
         if self.at_least_one or self.at_most_target:
             found = zip(torch.split(positions, counts), torch.split(scores, counts), views, strict=True)

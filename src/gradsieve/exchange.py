@@ -48,7 +48,7 @@ async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> t
     """The means over ranks of two vectors, in one message, at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     message = torch.cat([values.to(dtype), dense.to(dtype)], dim=-1)
-    total = await collectives.all_reduce(message)
+    total = await collectives.all_reduce(message, "values")
     mean = await collectives.alike(lambda: total / collectives.world)
     num_values = values.shape[-1]
     return mean[:num_values], mean[num_values:]
@@ -60,7 +60,7 @@ async def averaged_by_wire(
     """The same, but the first vector travels as `wire`; and what of this rank's part in it did not travel."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     total, rest = await rounded_sum(values.to(dtype), wire, collectives)
-    dense_total = await collectives.all_reduce(dense.to(dtype, copy=True))
+    dense_total = await collectives.all_reduce(dense.to(dtype, copy=True), "dense gradients")
     mean, dense_mean = await collectives.alike(
         lambda: (total.to(dtype) / collectives.world, dense_total / collectives.world)
     )
@@ -142,7 +142,7 @@ async def known_counts(proposal: Proposal, collectives: Collectives) -> tuple[in
     if proposal.counts is not None:
         return proposal.counts
     assert isinstance(proposal.indices, Tensor)
-    rows = await collectives.gather_numbers([len(proposal.indices)])
+    rows = await collectives.gather_numbers([len(proposal.indices)], "counts")
     return tuple(row[0] for row in rows)
 
 
@@ -163,12 +163,12 @@ async def gathered(view: View, proposal: Proposal, counts: Sequence[int], collec
     if isinstance(collectives, TeamCollectives):
         # what would travel is there already; only its bytes are to be counted
         unwritten = torch.empty(shape.num_bytes, dtype=torch.uint8, device=own.device).expand(step.world, -1)
-        await collectives.gather_pieces(unwritten, step.proposers)
+        await collectives.gather_pieces(unwritten, step.proposers, "indices")
         pieces = torch.split(own, list(counts))
         return [pieces[rank] for rank in step.proposers]
     if step.proposes:
         message = wire.encode(own, territory.origin, shape)
     else:
         message = torch.empty(shape.num_bytes, dtype=torch.uint8, device=own.device)
-    messages = await collectives.gather_pieces(message, step.proposers)
+    messages = await collectives.gather_pieces(message, step.proposers, "indices")
     return await collectives.alike(lambda: [wire.decode(each, shape, stop=step.numel).indices for each in messages])

@@ -28,6 +28,7 @@ from gradsieve.exchange import SteeredUnion
 from gradsieve.kernels.tiling import MARKED, MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
 from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
+from gradsieve.nonfinite import LateNonFiniteError, OnNonfinite
 from gradsieve.pipeline import Learned, Numbers, PendingStats, Worker
 from gradsieve.region import BalancedBlocks, Region, RotatingSlices, Whole, even_borders
 from gradsieve.residual import Residual
@@ -138,12 +139,14 @@ class Late(NamedTuple):
     checks: Tensor
     blocks: Tensor
     """Where in the support the entries of each block of the vector begin; empty where nobody asks."""
+    faults: Tensor
+    """The code of each rank, over their number, see `nonfinite`; empty where nobody asks."""
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, blocks: Tensor) -> Late:
+    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, blocks: Tensor, faults: Tensor) -> Late:
         """Start the way to the host."""
-        late = cls(step, _host_copy(numbers), _host_copy(checks), _host_copy(blocks), None)
+        late = cls(step, _host_copy(numbers), _host_copy(checks), _host_copy(blocks), _host_copy(faults), None)
         if numbers.device.type == "cpu":
             return late
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -154,6 +157,14 @@ class Late(NamedTuple):
         record = self.record()
         threshold = float(control.from_bits(np.array([record.threshold_bits]))[0])
         return Numbers(record.support, record.quotas, (threshold,))
+
+    def check_finite(self) -> None:
+        """Raise if a gradient of this step was not finite. Waits until it has arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        codes = (self.faults * self.step.world).round().int().tolist()
+        if any(codes):
+            raise LateNonFiniteError(self.step.index, codes)
 
     def record(self) -> Record:
         """Waits until it has arrived."""
@@ -203,6 +214,7 @@ class Fused:
         *,
         wire_dtype: torch.dtype = torch.float32,
         narrow: bool = False,
+        checks: bool = False,
     ) -> None:
         from gradsieve.kernels.ladder import group_shape
 
@@ -238,6 +250,7 @@ class Fused:
         self._looks: dict[bytes, Tensor] = {}
         self._cold = self._was_cold = True
         self._narrow = narrow
+        self._checks = checks
         self._open = False
         """Is a step begun and not finished?"""
         self._fed: list[tuple[int, int]] = []
@@ -271,6 +284,7 @@ class Fused:
         self.decision.learned.copy_(uploaded(np.array([bits, criterion.travelled, criterion.distinct]), device))
 
     def _take_in(self, late: Late) -> None:
+        late.check_finite()
         record = late.record()
         self._recent = (*self._recent, max(record.quotas))[-control.RECENT :]
         if isinstance(self._method.region, BalancedBlocks):
@@ -285,6 +299,8 @@ class Fused:
         self._give_up()
         self._open = True
         self._step = step
+        if self._checks:
+            self._found.faults.zero_()
         # the newest is what the host cannot know yet, and need not
         recent = (*self._recent, 0) if self._late else self._recent
         self._room = self._criterion.room(SearchState((0.0,), recent=recent), step)
@@ -366,7 +382,13 @@ class Fused:
                 self._found,
                 self._sent,
                 collect=not self._cold,
+                check=self._checks,
             )
+
+    @property
+    def fault(self) -> Tensor:
+        """1 + the number of a parameter of the first row that was not finite in this step; 0 if all were."""
+        return self._found.faults[0]
 
     async def exchange(self, dense: Tensor | None = None) -> Outcome:
         """Agree on a threshold and a support, and average the values at it, and `dense` whole beside them."""
@@ -405,7 +427,7 @@ class Fused:
 
     async def _settle(self, cold_round: int | None = None) -> None:
         own = self.decision.counts
-        self.decide(await self._collectives.all_gather(own if self._is_team else own[0]), cold_round)
+        self.decide(await self._collectives.all_gather(own if self._is_team else own[0], "counts"), cold_round)
 
     def decide(self, gathered: Tensor, cold_round: int | None = None) -> None:
         """Choose a threshold by the counts of all ranks or, in a cold round but the last, maybe only the next rungs."""
@@ -449,7 +471,7 @@ class Fused:
         support = torch.full((self._support_capacity,), numel, dtype=picked.dtype, device=device)
         overlapping = isinstance(self._method.exchange, SteeredUnion)
         marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=device) if overlapping else None
-        self._checks = unpack(
+        self._sums = unpack(
             messages, ranks, self.decision, shape, support, marks, shift=step.index % step.world, numel=numel
         )
         if marks is not None:
@@ -466,13 +488,14 @@ class Fused:
         step, shape = self._step, wire.Shape.of(picked.shape[1], self.extent)
         message = pack(picked, self.sight, self.decision, shape, self._first_rank)
         if len(step.proposers) == step.world:
-            gathered = await self._collectives.all_gather(message if self._is_team else message[0])
+            gathered = await self._collectives.all_gather(message if self._is_team else message[0], "indices")
             return gathered, self._all_ranks, shape
         # what comes from others goes to memory of its own
         own = [message[rank - self._first_rank] if rank in self._ranks else torch.empty_like(message[0])
                for rank in step.proposers]  # fmt: skip
         pieces = [
-            await self._collectives.broadcast(piece, rank) for piece, rank in zip(own, step.proposers, strict=True)
+            await self._collectives.broadcast(piece, rank, "indices")
+            for piece, rank in zip(own, step.proposers, strict=True)
         ]
         return torch.stack(pieces), uploaded(np.array(step.proposers), picked.device), shape
 
@@ -487,19 +510,21 @@ class Fused:
             message[:, capacity:] = dense
         rest = None
         if self._wire == torch.float32:
-            total = await self._collectives.all_reduce(message if self._is_team else message[0])
+            total = await self._collectives.all_reduce(message if self._is_team else message[0], "values")
             mean = total / self._setup.world
             mean, dense_mean = mean[:capacity], mean[capacity:]
         else:
             values, others = message[:, :capacity], message[:, capacity:]
             summed, rest = await rounded_sum(values if self._is_team else values[0], self._wire, self._collectives)
             rest = rest.reshape(rows, capacity)
-            dense_total = await self._collectives.all_reduce(others.contiguous() if self._is_team else others[0])
+            others = others.contiguous() if self._is_team else others[0]
+            dense_total = await self._collectives.all_reduce(others, "dense gradients")
             mean, dense_mean = summed.float() / self._setup.world, dense_total / self._setup.world
         # where tiles begin in the support and, for regions that learn from it, blocks
         borders = torch.searchsorted(support, self._edges)
         tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]
-        late = Late.sent(self._step, self.decision.record, self._checks, block_borders)
+        faults = dense_mean[len(dense_mean) - self._setup.world :] if self._checks else dense_mean[:0]
+        late = Late.sent(self._step, self.decision.record, self._sums, block_borders, faults)
         self._late.append(late)
         return Outcome(support, tile_borders, mean, dense_mean, rest, late)
 
@@ -544,10 +569,11 @@ class FusedWorker(Worker):
         dtype: torch.dtype = torch.float32,
         wire: torch.dtype = torch.float32,
         narrow: bool = False,
+        checks: bool = False,
     ) -> None:
-        super().__init__(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
+        super().__init__(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, checks=checks)
         acc = self._residual.acc.unsqueeze(0)
-        self._fused = Fused(method, setup, collectives, acc, wire_dtype=wire, narrow=narrow)
+        self._fused = Fused(method, setup, collectives, acc, wire_dtype=wire, narrow=narrow, checks=checks)
         self._buckets: dict[tuple[tuple[int, int], ...], list[Run]] = {}
         self._taken: list[tuple[Tensor, list[Run]]] = []
 
@@ -571,9 +597,19 @@ class FusedWorker(Worker):
         if self._fused is not None:
             self._fused.learn(*learned)
 
+    @property
+    def fault(self) -> Tensor:
+        assert self._fused is not None
+        return self._fused.fault
+
+    @property
+    def tells_late(self) -> bool:
+        return True
+
     def begin(self, parameters: Callable[[], Tensor] | None = None) -> None:
         assert self._fused is not None
-        self.collectives.start_step()
+        assert self.scale == 1, "these kernels know no scale of gradients"
+        self.collectives.start_step(self.step)
         self._taken = []
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
         self._fused.begin(self.now(), weights)
@@ -633,11 +669,17 @@ def make_worker(
     dtype: torch.dtype,
     wire: torch.dtype,
     narrow: bool = False,
+    on_nonfinite: OnNonfinite = "propagate",
 ) -> Worker:
     """A rank's worker, by the fastest way that method and device allow. `narrow`: some gradients have 16 bits."""
-    if kernels.uses_triton(collectives.device) and suits(method, setup, dtype):
-        return FusedWorker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow)
-    return Worker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire)
+    checks = on_nonfinite != "propagate"
+    # kernels overwrite the gradients, so a step cannot be taken back
+    by_kernels = kernels.uses_triton(collectives.device) and on_nonfinite != "skip"
+    if by_kernels and suits(method, setup, dtype):
+        return FusedWorker(
+            method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow, checks=checks
+        )
+    return Worker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, checks=checks)
 
 
 class FusedTeam:

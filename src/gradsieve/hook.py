@@ -14,8 +14,8 @@ all ranks share.
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations and refuses strings.
 
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,19 +24,23 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.checks import check_choice
-from gradsieve.collectives import GroupCollectives, OverlappedCollectives
+from gradsieve import states
+from gradsieve.agreement import AgreementError, check_alike, check_same_model, digest, disagreement, tell_failure
+from gradsieve.checks import check_choice, check_whole
+from gradsieve.collectives import Collectives, GroupCollectives, OverlappedCollectives, run
+from gradsieve.ddp import Bound, Watch, check_wrapping, note_use, trainable
 from gradsieve.fused import make_worker
 from gradsieve.layout import Exclude, Layout, excluded_names, fewer_than_two_dimensions
 from gradsieve.methods import Method
+from gradsieve.nonfinite import NonFiniteError, OnNonfinite, described
 from gradsieve.part import Part, Parts
 from gradsieve.pipeline import PendingStats, summed
 from gradsieve.rounding import wire_dtype
 from gradsieve.types import Setup, StepStats
+from gradsieve.version import __version__
 
 Scope = Literal["model", "bucket"]
 
-STATE_VERSION = 2
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -50,6 +54,9 @@ def sparsify(
     residual_dtype: torch.dtype = torch.float32,
     wire: str = "float32",
     seed: int = 0,
+    on_nonfinite: OnNonfinite | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    check_agreement: int = 0,
 ) -> "Sieve":
     """Average the gradients of a DDP model by `method` from now on.
 
@@ -60,33 +67,68 @@ def sparsify(
     two dimensions, `()` for none. `residual_dtype` is how the unsent part is kept; `wire="bfloat16"` sends values in
     half the bits, and what rounding leaves out stays in the residual; `seed` feeds methods that draw at random.
 
+    A gradient that is not finite on any rank makes all ranks raise `NonFiniteError` (`on_nonfinite="raise"`), leave the
+    step out, with the residual as it was (`"skip"`: gradients are zero then, and `Sieve.skipped` is true), or send what
+    there is (`"propagate"`). With a `GradScaler`, give it as `scaler`: such steps are then left out by scaler and sieve
+    alike, and the residual follows the scale. `check_agreement=N` compares the averaged gradients of all ranks every
+    N steps.
+
         sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))
     """
-    _check_arguments(ddp_model, method, residual_dtype)
-    _check_scope(scope, method)
-    travels_as = wire_dtype(wire)
-    named = [
-        (name, parameter)
-        for name, parameter in ddp_model.module.named_parameters()
-        if parameter.requires_grad and name not in ddp_model.parameters_to_ignore
-    ]
-    _check_dtypes(named, residual_dtype)
+    _check_is_ddp(ddp_model)
+    collectives = GroupCollectives(ddp_model.process_group, ddp_model.device)
+    try:
+        policy = _policy(on_nonfinite, scaler)
+        options = Options(scope, residual_dtype, wire_dtype(wire), seed, policy, scaler, check_agreement)
+        sieve = _made(ddp_model, method, exclude, options)
+    except Exception as error:
+        # or the others would wait for this rank
+        run(tell_failure(error, collectives))
+        raise
+    run(check_alike(sieve._told(), collectives))
+    run(check_same_model(sieve._layout.words(), collectives))
+    ddp_model.register_comm_hook(sieve, _hook)
+    sieve._watch.start()
+    return sieve
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `sparsify` was given beside model and method."""
+
+    scope: Scope
+    residual_dtype: torch.dtype
+    wire: torch.dtype
+    seed: int
+    on_nonfinite: OnNonfinite
+    scaler: torch.amp.GradScaler | None
+    check_agreement: int
+
+    def told(self) -> dict[str, Any]:
+        """In words that ranks can compare."""
+        words = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        return words | {"scaler": "given" if self.scaler is not None else "not given"}
+
+
+def _made(ddp_model: DistributedDataParallel, method: Method, exclude: Exclude, options: Options) -> "Sieve":
+    check_wrapping(ddp_model)
+    _check_arguments(ddp_model, method, options)
+    named = trainable(ddp_model)
+    _check_dtypes(named, options.residual_dtype)
     layout = Layout(named, excluded_names(named, exclude))
     if layout.numel == 0:
         raise ValueError(
             f"all {len(named)} trainable parameters are excluded or empty, so nothing is left to sparsify: "
             "give a narrower exclude=, or exclude=() to exclude none"
         )
-    sieve = Sieve(ddp_model, method, layout, scope, residual_dtype, travels_as, seed)
-    ddp_model.register_comm_hook(sieve, _hook)
-    return sieve
+    return Sieve(ddp_model, method, layout, options)
 
 
 def _hook(sieve: "Sieve", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return sieve._on_bucket(bucket)
 
 
-class Sieve:
+class Sieve(Bound):
     """The sparsifier of one model on one rank. Made by `sparsify`."""
 
     def __init__(
@@ -94,37 +136,41 @@ class Sieve:
         ddp_model: DistributedDataParallel,
         method: Method,
         layout: Layout,
-        scope: Scope,
-        residual_dtype: torch.dtype,
-        wire: torch.dtype,
-        seed: int,
+        options: Options,
     ) -> None:
         self.method = method
-        self.scope = scope
+        self.scope = options.scope
+        self._options = options
+        self._averaged: list[Tensor] = []
+        """The buckets of a step whose means are to be compared."""
         self._group = ddp_model.process_group
         self._layout = layout
-        self._residual_dtype = residual_dtype
-        self._wire = wire
         self._used: set[Tensor] | None = None
         if ddp_model.find_unused_parameters or ddp_model.static_graph:
-            self._watch_use()
-        self._parts = Parts(layout, self._part, seed)
-        self._running: list[Coroutine[Any, Any, PendingStats]] = []
+            self._used = note_use([slot.parameter for slot in layout.sparse])
+        self._watch = Watch(ddp_model)
+        self._parts = Parts(layout, self._part, options.seed)
+        self._running: list[Coroutine[Any, Any, Part]] = []
         """Exchanges under way, the oldest first."""
-        self._ended: list[PendingStats] = []
-        """Of those of this step that have ended."""
+        self._ended: list[Part] = []
+        """Parts whose exchange in this step has ended."""
         self._pending: list[PendingStats] = []
         """Of all of the last step."""
         self._paused = False
         self._dense_step = False
+        self._skipped = False
+
+    @property
+    def skipped(self) -> bool:
+        """Was the last step left out, because a gradient was not finite on some rank?"""
+        return self._skipped
 
     @property
     def stats(self) -> StepStats | None:
         """The record of the last sparsified step; None before the first. On CUDA, waits for that step to end."""
         if not self._pending:
             return None
-        record = summed([pending.read() for pending in self._pending])
-        return replace(record, dense_numel=self._layout.dense_numel)
+        return summed([pending.read() for pending in self._pending])
 
     @property
     def paused(self) -> bool:
@@ -148,20 +194,34 @@ class Sieve:
         return self._parts.residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of this rank's state. Every rank has its own: save and load all of them."""
-        return self._origin() | {
-            "learned": self._parts.learned(),
-            "residuals": self._parts.residuals(),
-            "velocities": self._parts.velocities(),
-        }
+        """A copy of this rank's state. Every rank has its own: save and load all of them.
+
+        `reshard` makes those of another number of ranks from them, and `Sharded` is for torch.distributed.checkpoint.
+        """
+        return states.saved(self.origin, self._vectors())
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """One state for all ranks, which loads on every rank of any world: of each residual the mean over ranks.
+
+        Every rank calls it, at the same step, and gets the same, so one of them may save it.
+        """
+        vectors, collectives = self._vectors(), GroupCollectives(self._group, self._device)
+        steps = [row[0] for row in run(collectives.gather_numbers([vectors.learned["step"]], "steps"))]
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"ranks have done different numbers of steps ({steps}): call this alike on every rank")
+        means = [
+            {name: run(_mean(tensor, collectives)) for name, tensor in kind.items()}
+            for kind in (vectors.residuals, vectors.velocities)
+        ]
+        return states.saved_consolidated(self.origin, states.Vectors(vectors.learned, *means))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that the same rank of an equal run saved.
+        """Go on from a state that the same rank of an equal run saved, or from a consolidated one of any world.
 
         By bucket, what was learned is taken up where DDP makes the same buckets as then; what was not sent yet, always.
+        A state that is damaged or another's is refused, and then nothing has changed.
         """
-        self._check_state(state)
-        self._parts.load(state["learned"], state["residuals"], state["velocities"])
+        self._parts.load(*states.loadable(state, self.origin))
 
     def __repr__(self) -> str:
         rank, world = self._group.rank(), self._group.size()
@@ -169,6 +229,10 @@ class Sieve:
             f"Sieve({self.method!r}, rank {rank} of {world}, {self._layout.numel} entries sparsified, "
             f"{self._layout.dense_numel} dense, by {self.scope}{', paused' if self._paused else ''})"
         )
+
+    def _told(self) -> dict[str, Any]:
+        """What all ranks must have been given alike."""
+        return {"gradsieve version": __version__, "method": repr(self.method)} | self._options.told()
 
     def _part(self, layout: Layout, seed: int) -> Part:
         kind = OverlappedCollectives if self.scope == "bucket" else GroupCollectives
@@ -179,9 +243,10 @@ class Sieve:
             setup,
             collectives,
             seed=seed,
-            dtype=self._residual_dtype,
-            wire=self._wire,
+            dtype=self._options.residual_dtype,
+            wire=self._options.wire,
             narrow=any(slot.parameter.dtype.itemsize < 4 for slot in layout.sparse),
+            on_nonfinite=self._options.on_nonfinite,
         )
         return Part(layout, worker, self._used)
 
@@ -190,19 +255,24 @@ class Sieve:
             self._begin()
         if not self._dense_step:
             self._take(bucket)
+        if self._compares:
+            self._averaged.append(bucket.buffer())
         if bucket.is_last():
             self._end()
         return allreduce_hook(self._group, bucket) if self._dense_step else _finished(bucket.buffer())
 
     def _begin(self) -> None:
+        self._watch.before_step()
         # a step is dense or sparse as a whole, even if pause() is called while it runs
         self._dense_step = self._paused
         # of a step that an error in backward ended
         for exchange in self._running:
             exchange.close()
         self._running, self._ended = [], []
+        self._skipped, self._averaged = False, []
         if not self._dense_step:
-            self._parts.begin()
+            scaler = self._options.scaler
+            self._parts.begin(1.0 if scaler is None else scaler.get_scale())
 
     def _take(self, bucket: GradBucket) -> None:
         if bucket.buffer().is_sparse:
@@ -231,51 +301,80 @@ class Sieve:
         if not self._dense_step:
             while self._running:
                 self._advance()
-            self._pending = self._ended
-            self._parts.step += 1
+            self._finish()
         if self._used is not None:
             self._used.clear()
 
-    def _watch_use(self) -> None:
-        used = self._used = set()
-        for slot in self._layout.sparse:
-            slot.parameter.register_hook(_noting(used, slot.parameter))  # type: ignore[no-untyped-call]
+    def _finish(self) -> None:
+        """Write the means back, or leave the step out as a whole if a gradient was not finite anywhere."""
+        faults = {rank: name for part in self._ended for rank, name in part.faults().items()}
+        if faults:
+            self._skip(faults)
+            return
+        self._pending = [part.finish() for part in self._ended]
+        if self._compares:
+            self._compare()
+        self._parts.step += 1
 
-    def _origin(self) -> dict[str, Any]:
-        """Where a state comes from: what must be the same where it is loaded."""
-        return {
-            "version": STATE_VERSION,
-            "rank": self._group.rank(),
-            "world": self._group.size(),
-            "method": repr(self.method),
-            "scope": self.scope,
-        }
+    def _skip(self, faults: Mapping[int, str]) -> None:
+        # a scaler looks at the gradients of each optimizer by itself
+        scaled = self._options.scaler is not None
+        for part in self._ended:
+            part.give_up(filling=float("inf") if scaled else 0.0)
+        if self._options.on_nonfinite == "raise":
+            raise NonFiniteError(described(self._parts.step, faults, late=False, scaled=scaled))
+        self._skipped = True
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        missing = sorted({"learned", "residuals", "velocities"} - state.keys())
-        if missing:
-            raise ValueError(f"this state lacks {', '.join(missing)}: give what Sieve.state_dict() returned, whole")
-        for key, value in self._origin().items():
-            if state.get(key) != value:
-                raise ValueError(
-                    f"this state was saved with {key} {state.get(key)!r}, but here {key} is {value!r}: "
-                    "load each rank's own state, into the same method, world and scope"
-                )
-        ours = {slot.name: tuple(slot.parameter.shape) for slot in self._layout.sparse}
-        theirs = {name: tuple(tensor.shape) for name, tensor in state["residuals"].items()}
-        if ours != theirs:
-            differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-            raise ValueError(
-                f"this state belongs to another model or another exclude=: {len(differing)} parameters differ, "
-                f"the first is {differing[0]!r} (saved {theirs.get(differing[0])}, here {ours.get(differing[0])})"
-            )
+    @property
+    def _compares(self) -> bool:
+        """Are the means of this step compared between ranks?"""
+        every = self._options.check_agreement
+        return every > 0 and not self._dense_step and (self._parts.step + 1) % every == 0
+
+    def _compare(self) -> None:
+        collectives = GroupCollectives(self._group, self._averaged[0].device)
+        digests = [row[0] for row in run(collectives.gather_numbers([digest(self._averaged)]))]
+        self._averaged = []
+        if len(set(digests)) > 1:
+            raise AgreementError(disagreement(self._parts.step, digests))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._layout.sparse[0].parameter.device
+
+    def _vectors(self) -> states.Vectors:
+        return states.Vectors(self._parts.learned(), self._parts.residuals(), self._parts.velocities())
+
+    @property
+    def origin(self) -> states.Origin:
+        """Where this rank's states come from."""
+        return states.Origin(
+            self._group.rank(),
+            self._group.size(),
+            self.method,
+            self.scope,
+            {slot.name: tuple(slot.parameter.shape) for slot in self._layout.sparse},
+            self._layout.names,
+            self._options.residual_dtype,
+            finite=self._options.on_nonfinite != "propagate",
+        )
 
 
-def _noting(used: set[Tensor], parameter: Tensor) -> Callable[[Tensor], None]:
-    def note(gradient: Tensor) -> None:  # noqa: ARG001 - the signature of a tensor hook
-        used.add(parameter)
+async def _mean(tensor: Tensor, collectives: Collectives) -> Tensor:
+    """Over ranks, in the tensor's own precision, from a sum that does not round."""
+    total = await collectives.all_reduce(tensor.double().contiguous(), "residuals")
+    return (total / collectives.world).to(tensor.dtype)
 
-    return note
+
+def _policy(on_nonfinite: Any, scaler: Any) -> OnNonfinite:
+    """What happens to a step whose gradient is not finite."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    if on_nonfinite is None:
+        return "raise" if scaler is None else "skip"
+    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+    policy: OnNonfinite = on_nonfinite
+    return policy
 
 
 def _finished(buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -286,15 +385,19 @@ def _finished(buffer: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-def _check_arguments(ddp_model: Any, method: Any, residual_dtype: torch.dtype) -> None:
+def _check_is_ddp(ddp_model: Any) -> None:
     if not isinstance(ddp_model, DistributedDataParallel):
         hint = "wrap it first: DistributedDataParallel(model)"
         if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
             hint = "call sparsify on the DDP model before torch.compile"
         raise TypeError(f"sparsify needs a DistributedDataParallel model, not {type(ddp_model).__name__}: {hint}")
+
+
+def _check_arguments(ddp_model: DistributedDataParallel, method: Any, options: Options) -> None:
     if not isinstance(method, Method):
         hint = f"gradsieve.method({method!r})" if isinstance(method, str) else "gradsieve.micro(density=0.01)"
         raise TypeError(f"method must be made by a gradsieve constructor, not {type(method).__name__}: try {hint}")
+    residual_dtype = options.residual_dtype
     if residual_dtype not in _RESIDUAL_DTYPES:
         raise ValueError(f"residual_dtype must be one of {_listed(_RESIDUAL_DTYPES)}, not {residual_dtype}")
     if ddp_model._comm_hooks:
@@ -302,6 +405,8 @@ def _check_arguments(ddp_model: Any, method: Any, residual_dtype: torch.dtype) -
             "this model has a communication hook already, and DDP takes one: make one sieve per model, and use "
             "sieve.pause() to go dense for a while"
         )
+    check_whole("check_agreement", options.check_agreement, at_least=0)
+    _check_scope(options.scope, method)
 
 
 def _check_scope(scope: Any, method: Method) -> None:

@@ -73,6 +73,14 @@ class Layout:
         """The names of some of the parameters, in the order of the model."""
         return tuple(self.names[place] for place in sorted(self._places[parameter] for parameter in parameters))
 
+    def words(self) -> list[str]:
+        """The parameters in words that ranks can compare."""
+        return [
+            f"{name} {list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+            + (" (excluded)" if name in self._excluded else "")
+            for name, parameter in self._named.items()
+        ]
+
     def part(self, names: Sequence[str]) -> Layout:
         """The layout of some of the parameters by themselves."""
         return Layout([(name, self._named[name]) for name in names], self._excluded)

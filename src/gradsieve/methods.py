@@ -6,6 +6,7 @@ budget and a way for gradients to enter the residual. It is frozen and holds no 
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -94,6 +95,21 @@ def method(name: str, **options: Any) -> Method:
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {nearest(name, METHODS)}")
     return METHODS[name](**options)
+
+
+def method_of(text: str) -> Method:
+    """The method whose `repr` this is."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError("a method is written as a call")
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        found = method(call.func.id, **options)
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"{text!r:.200} is no method of this version of gradsieve: {error}") from error
+    if repr(found) != text:
+        raise ValueError(f"{text!r:.200} is no method of this version of gradsieve: it would be {found!r}")
+    return found
 
 
 def _constructor(make: Callable[P, Method]) -> Callable[P, Method]:

@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradsieve.ddp import is_used
 from gradsieve.layout import Layout, Slot, copy_all, flattened
+from gradsieve.nonfinite import LateNonFiniteError, NonFiniteError, described
 from gradsieve.pipeline import PendingStats, Worker
 from gradsieve.types import Span
 
@@ -33,12 +35,20 @@ class Part:
         self._used = used
         """Parameters that this rank used in this step; None where none can go unused."""
         self._gradients: list[tuple[Slot, Tensor]] = []
+        self._aside: dict[Span, list[tuple[Tensor, Tensor]]] = {}
+        """Of parameters that this rank did not use: what taking the gradient changes, and how it was."""
+        self._reduced: Any = None
 
-    def begin(self, step: int) -> None:
-        """Start a step. One that was begun and not finished is given up."""
-        self._gradients = []
-        self.worker.step = step
-        self.worker.begin(self.layout.flat_parameters)
+    def begin(self, step: int, scale: float) -> None:
+        """Start a step with gradients that come multiplied with `scale`. One that was begun and not finished is given
+        up."""
+        self._gradients, self._aside, self._reduced = [], {}, None
+        self.worker.step, self.worker.scale = step, scale
+        try:
+            self.worker.begin(self.layout.flat_parameters)
+        except LateNonFiniteError as fault:
+            faults = self._named(fault.codes)
+            raise NonFiniteError(described(fault.step, faults, late=True, scaled=False)) from None
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Take in the gradients of a bucket."""
@@ -47,23 +57,71 @@ class Part:
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         self._gradients += arrived
+        self._set_aside(arrived)
         if self.worker.method.feedback.clip is None:
             self._feed(arrived)
 
-    async def exchange(self) -> PendingStats:
-        """Exchange what was taken, and write the means into the gradients."""
+    async def exchange(self) -> Part:
+        """Exchange what was taken."""
         self._feed_clipped()
-        reduced = await self.worker.exchange(self._dense_message())
-        pending = self.worker.finish(reduced, self._unapplied(reduced.dense), self._gradients)
-        self._gradients = []
+        self._reduced = await self.worker.exchange(self._message())
+        return self
+
+    def faults(self) -> dict[int, str]:
+        """Which ranks brought what is not finite, and in which parameter; after the exchange, alike on all ranks."""
+        if not self.worker.checks or self.worker.tells_late:
+            return {}
+        world = self.worker.setup.world
+        return self._named((self._reduced.dense[-world:] * world).round().int().tolist())
+
+    def finish(self) -> PendingStats:
+        """Write the means into the gradients, and clear what was sent."""
+        told = self._reduced.dense
+        unapplied = self._unapplied(told)
+        reduced = self._reduced._replace(dense=told[: self.layout.dense_numel])
+        pending = self.worker.finish(reduced, unapplied, self._gradients)
+        for span in unapplied:
+            copy_all(self._aside.get(span, []))
+        self._gradients, self._aside, self._reduced = [], {}, None
         return pending
+
+    def give_up(self, filling: float) -> None:
+        """Leave the step out: the residual as it was before, the gradients filled."""
+        self.worker.give_back(self._gradients)
+        for _, gradient in self._gradients:
+            gradient.fill_(filling)
+        self._gradients, self._reduced = [], None
+
+    def _set_aside(self, arrived: list[tuple[Slot, Tensor]]) -> None:
+        """If no rank used a parameter, DDP leaves its gradient alone. One of an earlier backward pass may still be
+        there, and is in the bucket, too: it would count twice."""
+        if self._used is None:
+            return
+        for slot, gradient in arrived:
+            # without a gradient DDP brings zeros, and without momentum they change nothing
+            changes = slot.parameter.grad is not None or self.worker.method.feedback.momentum
+            if slot.sparse and changes and not is_used(slot.parameter, self._used):
+                vectors = [vector[slot.start : slot.stop] for _, vector in self.worker.residual.named()]
+                self._aside[slot.span] = [(tensor, tensor.clone()) for tensor in (gradient, *vectors)]
+
+    def _named(self, codes: Sequence[int]) -> dict[int, str]:
+        """The parameters that codes stand for: 1 + the number of a sparsified one, then 1 + the place of an entry of
+        the excluded ones."""
+        return {rank: self._slot(code - 1).name for rank, code in enumerate(codes) if code}
+
+    def _slot(self, place: int) -> Slot:
+        if place < len(self.layout.sparse):
+            return self.layout.sparse[place]
+        entry = place - len(self.layout.sparse)
+        return next(slot for slot in self.layout.dense if entry < slot.stop)
 
     def _feed(self, arrived: list[tuple[Slot, Tensor]]) -> None:
         self.worker.take([(slot, gradient) for slot, gradient in arrived if slot.sparse])
 
     def _feed_clipped(self) -> None:
         gradients = [gradient for _, gradient in self._gradients]
-        factor = self.worker.method.feedback.clip_factor(gradients, self.worker.setup.world)
+        feedback, world = self.worker.method.feedback, self.worker.setup.world
+        factor = feedback.clip_factor(gradients, world, 1 / self.worker.scale)
         if factor is None:
             return
         # the norm is that of the whole gradient, so nothing could be fed before it was there
@@ -71,20 +129,35 @@ class Part:
             gradient.mul_(factor)
         self._feed(self._gradients)
 
-    def _dense_message(self) -> Tensor:
-        """The excluded gradients and, where parameters may go unused, a flag for each sparsified one."""
+    def _message(self) -> Tensor:
+        """What travels whole: the excluded gradients; where parameters may go unused, a flag for each sparsified one;
+        where what is not finite is looked for, a code for each rank."""
         message = torch.zeros(self.layout.dense_numel, dtype=self.worker.value_dtype, device=self.worker.device)
         copy_all([(message[slot.start : slot.stop], gradient) for slot, gradient in self._gradients if not slot.sparse])
-        if self._used is None:
-            return message
-        flags = [float(slot.parameter in self._used) for slot in self.layout.sparse]
-        return torch.cat([message, message.new_tensor(flags)])
+        told = [message]
+        if self._used is not None:
+            told.append(message.new_tensor([float(is_used(slot.parameter, self._used)) for slot in self.layout.sparse]))
+        if self.worker.checks:
+            told.append(self._codes(message))
+        return torch.cat(told)
+
+    def _codes(self, dense: Tensor) -> Tensor:
+        """This rank's code among zeros for the others; `dense` is rid of what is not finite."""
+        code = self.worker.fault.to(dense)
+        if len(dense):
+            bad = torch.isfinite(dense).logical_not_()
+            first = len(self.layout.sparse) + 1 + bad.int().argmax()
+            code = torch.where((code == 0) & bad.any(), first.to(dense), code)
+            dense.nan_to_num_(0.0, 0.0, 0.0)
+        codes = dense.new_zeros(self.worker.setup.world)
+        codes[self.worker.collectives.rank] = code
+        return codes
 
     def _unapplied(self, dense: Tensor) -> list[Span]:
         """Parameters that no rank used: DDP leaves their gradients alone, so what was sent for them is not lost."""
         if self._used is None:
             return []
-        flags = dense[self.layout.dense_numel :].tolist()
+        flags = dense[self.layout.dense_numel :][: len(self.layout.sparse)].tolist()
         return [slot.span for slot, flag in zip(self.layout.sparse, flags, strict=True) if flag == 0]
 
 
@@ -94,6 +167,7 @@ class Parts:
     def __init__(self, layout: Layout, build: Callable[[Layout, int], Part], seed: int) -> None:
         self.step = 0
         """Steps done."""
+        self._scale = 1.0
         self._layout = layout
         self._build = build
         self._seed = seed
@@ -105,9 +179,10 @@ class Parts:
         # one part of everything, until buckets arrive
         self._add(layout.names)
 
-    def begin(self) -> None:
+    def begin(self, scale: float = 1.0) -> None:
+        self._scale = scale
         for part in self._parts.values():
-            part.begin(self.step)
+            part.begin(self.step, scale)
 
     def of(self, names: Names) -> Part:
         """The part of these parameters; a new one, in a step that has begun, if there is none yet."""
@@ -115,7 +190,7 @@ class Parts:
             for known in [known for known in self._parts if not set(names).isdisjoint(known)]:
                 self._give_up(self._parts.pop(known))
             self._add(names)
-            self._parts[names].begin(self.step)
+            self._parts[names].begin(self.step, self._scale)
         return self._parts[names]
 
     def residuals(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from gradsieve.clock import Stopwatch
 from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.layout import Slot, write_back
 from gradsieve.methods import Method
+from gradsieve.nonfinite import is_finite, pieces
 from gradsieve.region import Region
 from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
@@ -60,6 +61,7 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         wire: torch.dtype = torch.float32,
         residual: Residual | None = None,
+        checks: bool = False,
     ) -> None:
         method.proposers.check(setup.world)
         check_whole("seed", seed, at_least=0)
@@ -68,6 +70,10 @@ class Worker:
         self.collectives = collectives
         self.seed = seed
         self.wire = wire
+        self.checks = checks
+        """Is a gradient looked at for what is not finite? See [Note: a fault is everyone's] in `nonfinite`."""
+        self.scale = 1.0
+        """What gradients come multiplied with, and go; the residual is free of it."""
         self.step = 0
         self.residual = residual or Residual.zeros((setup.numel,), method.feedback, collectives.device, dtype)
         self._dtype = self.residual.acc.dtype
@@ -87,25 +93,60 @@ class Worker:
 
         `parameters` makes the flat parameters, for methods that look at them.
         """
-        self.collectives.start_step()
+        self._fault = 0
+        self.collectives.start_step(self.step)
         step = self.now()
         territory = self.method.region.known(self.learned.region, step) or Territory((), ())
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
         self.view = View(step, self.residual.acc, weights, territory, wire=self.wire)
         self._found: list[Any] = []
 
-    def feed(self, start: int, gradient: Tensor) -> None:
-        """Take in the gradient of the entries from `start` on, and scan those of them in the territory."""
+    def feed(self, start: int, gradient: Tensor) -> bool:
+        """Take in the gradient of the entries from `start` on, and scan those of them in the territory.
+
+        Returns whether all of it was finite, if that is looked at; what was not is zero from then on.
+        """
         self.collectives.watch.switch("select")
-        self.residual.add(start, gradient)
+        finite = self._add(start, gradient)
         spans = [span.cut(start, start + gradient.numel()) for span in self.view.territory.spans]
         self._found.append(self.method.criterion.scan(self.learned.criterion, self.view, spans))
         self.collectives.watch.switch(None)
+        return finite
+
+    def _add(self, start: int, gradient: Tensor) -> bool:
+        if not self.checks:
+            self.residual.add(start, gradient, 1 / self.scale)
+            return True
+        finite, stop = True, start
+        for piece in pieces(gradient):
+            if not is_finite(piece):
+                piece.zero_()
+                finite = False
+            self.residual.add(stop, piece, 1 / self.scale)
+            stop += len(piece)
+        return finite
 
     def take(self, arrived: Sequence[tuple[Slot, Tensor]]) -> None:
         """`feed` what a bucket brings: flat gradients, and where they belong."""
         for slot, gradient in arrived:
-            self.feed(slot.start, gradient)
+            if not self.feed(slot.start, gradient):
+                self._fault = slot.place + 1
+
+    @property
+    def fault(self) -> Tensor:
+        """1 + the number of a parameter that was not finite in this step; 0 if all were."""
+        return torch.tensor(self._fault)
+
+    @property
+    def tells_late(self) -> bool:
+        """Is a fault found when the step is over?"""
+        return False
+
+    def give_back(self, gradients: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Take what was fed out of the residual again, in place of `finish`."""
+        for slot, gradient in gradients:
+            if slot.sparse:
+                self.residual.take_back(slot.start, gradient, 1 / self.scale)
 
     async def exchange(self, dense: Tensor | None = None) -> Any:
         """Reduce the fed vector, and `dense` whole beside it."""
@@ -124,7 +165,8 @@ class Worker:
         """
         with self.residual.keeping(unapplied):
             self.residual.clear(reduced.sent, reduced.rest)
-        write_back(reduced, gradients, self.setup.bounds)
+        mean = reduced.mean if self.scale == 1 else reduced.mean * self.scale
+        write_back(reduced._replace(mean=mean), gradients, self.setup.bounds)
         self.learn(reduced)
         return PendingStats(self.view.step, numbers_of(reduced), reduced.dense, self.collectives)
 

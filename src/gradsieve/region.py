@@ -47,6 +47,13 @@ class Region:
         """The state after a step."""
         return state
 
+    def check(self, state: Any, setup: Setup) -> None:
+        """Refuse a state that this rule never has. Its fields are of the right types."""
+
+    def resized(self, state: Any, old_world: int, new_world: int) -> Any:
+        """The state for another number of ranks."""
+        return state
+
 
 @dataclass(frozen=True)
 class Whole(Region):
@@ -137,12 +144,44 @@ class SteppingBlocks(Region):
                 counts[giver], counts[taker] = counts[giver] - carried, counts[taker] + carried
         return Blocks(tuple(blocks))
 
+    def check(self, state: Blocks, setup: Setup) -> None:
+        blocks, total = state.num_blocks, sum(self.start(setup).num_blocks)
+        if len(blocks) != setup.world or sum(blocks) != total or min(blocks) < self._fewest(total, setup.world):
+            raise ValueError(
+                f"num_blocks must be {setup.world} numbers of at least {self._fewest(total, setup.world)} that add up "
+                f"to {total}, not {blocks}"
+            )
+
+    def resized(self, state: Blocks, old_world: int, new_world: int) -> Blocks:
+        """Borders where the old ones were, as near as the number of partitions allows."""
+        old, total = list(accumulate(state.num_blocks, initial=0)), sum(state.num_blocks)
+        least = self._fewest(total, new_world)
+        borders = [_between(old, partition * old_world, new_world) for partition in range(new_world + 1)]
+        for left in range(new_world):
+            borders[left + 1] = max(borders[left + 1], borders[left] + least)
+        borders[-1] = total
+        for left in reversed(range(new_world)):
+            borders[left] = min(borders[left], borders[left + 1] - least)
+        return Blocks(tuple(right - left for left, right in pairwise(borders)))
+
+    def _fewest(self, total: int, world: int) -> int:
+        """The blocks that a partition always has."""
+        return min(total // world, math.ceil(self.smallest_share * total / world))
+
     def _move(self, counts: Sequence[int], left: int, mean: int) -> tuple[int, int] | None:
         """Which partition gives a block to which, over the border `left | left + 1`."""
         for giver, taker in ((left, left + 1), (left + 1, left)):
             if counts[giver] / mean > self.overload and counts[taker] / mean < self.underload:
                 return giver, taker
         return None
+
+
+def _between(borders: Sequence[int], numerator: int, denominator: int) -> int:
+    """The border number `numerator / denominator`, on the line between those on either side of it."""
+    place, beyond = divmod(numerator, denominator)
+    if beyond == 0:
+        return borders[place]
+    return borders[place] + (borders[place + 1] - borders[place]) * beyond // denominator
 
 
 class Loads(NamedTuple):
@@ -208,6 +247,17 @@ class BalancedBlocks(Region):
             return Loads(state.waiting, state.waiting)
         return Loads(state.loads + (state.waiting - state.loads) // self.memory, state.waiting)
 
+    def check(self, state: Loads, setup: Setup) -> None:
+        most = self.block_size(setup.numel) * self.fixed_point
+        for name, yields in state._asdict().items():
+            if yields.dtype != torch.int64 or yields.shape != (self.num_blocks,):
+                raise ValueError(
+                    f"{name} must be a tensor of {self.num_blocks} whole numbers (torch.int64), "
+                    f"not {list(yields.shape)} of {yields.dtype}"
+                )
+            if not bool(((yields >= 0) & (yields <= most)).all()):
+                raise ValueError(f"{name} must lie in 0 to {most}, but some of it does not")
+
 
 @dataclass(frozen=True)
 class LayerBins(Region):
@@ -221,7 +271,7 @@ class LayerBins(Region):
         step = view.step
         pieces = layer_pieces(step.setup)
         norms = [view.acc[start:stop].float().norm() for start, stop in pieces]
-        summed = await collectives.sum_numbers(torch.stack(norms)) if pieces else []
+        summed = await collectives.sum_numbers(torch.stack(norms), "norms") if pieces else []
         sizes = [stop - start for start, stop in pieces]
         shares = norm_shares(sizes, summed, step.target)
         spans = [Span(*piece, share) for piece, share in zip(pieces, shares, strict=True)]

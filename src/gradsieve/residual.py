@@ -22,11 +22,11 @@ class Feedback:
     clip: float | None = None
     """Largest norm of the ranks' gradient; each rank clips its own to `clip / sqrt(world)`."""
 
-    def clip_factor(self, gradients: Sequence[Tensor], world: int) -> Tensor | None:
-        """What to scale this rank's gradient with, if at all."""
+    def clip_factor(self, gradients: Sequence[Tensor], world: int, factor: float = 1.0) -> Tensor | None:
+        """What to scale this rank's gradient with, if at all; the gradient is that which is given, times `factor`."""
         if self.clip is None:
             return None
-        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm()
+        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm() * factor
         limit = norm.new_tensor(self.clip / math.sqrt(world))
         return torch.where(norm > limit, limit / norm, torch.ones_like(norm))
 
@@ -50,13 +50,24 @@ class Residual:
         velocities = [None] * len(self.acc) if self.velocity is None else list(self.velocity)
         return [Residual(acc, velocity, self.momentum) for acc, velocity in zip(self.acc, velocities, strict=True)]
 
-    def add(self, start: int, gradient: Tensor) -> None:
-        """Take in the gradient of the entries from `start` on."""
+    def add(self, start: int, gradient: Tensor, factor: float = 1.0) -> None:
+        """Take in the gradient of the entries from `start` on, times `factor`."""
         update = gradient if gradient.dim() == self.acc.dim() else gradient.reshape(-1)
         stretch = slice(start, start + update.shape[-1])
         if self.velocity is not None:
-            update = self.velocity[..., stretch].mul_(self.momentum).add_(update)
-        self.acc[..., stretch] += update
+            update = self.velocity[..., stretch].mul_(self.momentum).add_(update, alpha=factor)
+            factor = 1.0
+        self.acc[..., stretch].add_(update, alpha=factor)
+
+    def take_back(self, start: int, gradient: Tensor, factor: float = 1.0) -> None:
+        """Undo `add`, to the rounding of an addition."""
+        stretch = slice(start, start + gradient.shape[-1])
+        if self.velocity is None:
+            self.acc[..., stretch].sub_(gradient, alpha=factor)
+        else:
+            velocity = self.velocity[..., stretch]
+            self.acc[..., stretch].sub_(velocity)
+            velocity.sub_(gradient, alpha=factor).div_(self.momentum)
 
     def clear(self, sent: Indices, rest: Tensor | None = None) -> None:
         """Forget what was sent, but for the `rest` of it that did not travel."""

@@ -30,10 +30,10 @@ async def rounded_sum(values: Tensor, wire: torch.dtype, collectives: Collective
     per_shard = -(-num_values // world)
     shards = pad(values, (0, world * per_shard - num_values)).reshape(*rows, world, per_shard)
     message, rest = rounded(shards, wire)
-    arrived = await collectives.all_to_all(message)
+    arrived = await collectives.all_to_all(message, "rounded values")
     message, rest_of_sum = rounded(reduce(torch.add, arrived.to(values.dtype).unbind(-2)), wire)
     collectives.own_shard(rest).add_(rest_of_sum)
-    total = await collectives.all_gather(message)
+    total = await collectives.all_gather(message, "rounded sums")
     return total.flatten()[:num_values], rest.flatten(-2)[..., :num_values]
 
 

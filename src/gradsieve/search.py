@@ -91,7 +91,8 @@ class Searched(Criterion):
     async def _proposal(self, room: int, searches: Sequence[_Search], collectives: Collectives) -> Proposal:
         """Run the searches to their end, all groups in one message a round."""
         while unsettled := [search for search in searches if not search.settled]:
-            rows = await collectives.gather_numbers(torch.cat([search.counts() for search in unsettled], dim=-1))
+            counts = torch.cat([search.counts() for search in unsettled], dim=-1)
+            rows = await collectives.gather_numbers(counts, "counts")
             rulings = await collectives.alike(partial(_rulings, unsettled, rows))
             for search, ruling in zip(unsettled, rulings, strict=True):
                 search.accept(ruling)
@@ -114,6 +115,27 @@ class Searched(Criterion):
         if not self.overlapping or 0 in overlap:
             overlap = state.travelled, state.distinct
         return SearchState(thresholds, *overlap, (*state.recent, max(counts))[-control.RECENT :])
+
+    def check(self, state: SearchState, setup: Setup) -> None:
+        if len(state.thresholds) != len(self._groups(setup)):
+            raise ValueError(f"thresholds must be {len(self._groups(setup))} numbers, not {len(state.thresholds)}")
+        if not all(threshold == 0 or control.TINY <= threshold <= control.HUGE for threshold in state.thresholds):
+            raise ValueError(
+                f"thresholds must be 0 or lie in {control.TINY:.3g} to {control.HUGE:.3g}, not {state.thresholds}"
+            )
+        if not 1 <= state.distinct <= state.travelled <= max(1, setup.numel * setup.world):
+            raise ValueError(
+                f"distinct must be at least 1, and travelled lie between it and {setup.numel * setup.world}, "
+                f"not {state.distinct} and {state.travelled}"
+            )
+        if len(state.recent) > control.RECENT or max(state.recent, default=0) > setup.numel:
+            raise ValueError(
+                f"recent must be at most {control.RECENT} numbers up to {setup.numel}, not {state.recent}"
+            )
+
+    def resized(self, state: SearchState, old_world: int, new_world: int) -> SearchState:
+        # how many entries a rank proposes, and how many of them others propose too, depends on how many ranks there are
+        return SearchState(state.thresholds)
 
     def room(self, state: SearchState, step: Step) -> int:
         """How many entries of one rank may travel in this step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from gradsieve.methods import Method
 from gradsieve.pipeline import PendingStats, Team, Worker
 from gradsieve.residual import Residual
 from gradsieve.rounding import wire_dtype
+from gradsieve.states import checked_learned, mixed, resized_learned, weights
 from gradsieve.types import Reduced, Setup, StepStats
 
 Shapes = Sequence[int | Sequence[int]]
@@ -59,6 +61,18 @@ class Simulation:
             )
         setup = Setup(world, numel, bounds_of(shapes, numel))
         self.method = method
+        self._with_workers = partial(
+            Simulation,
+            method,
+            numel=numel,
+            shapes=shapes,
+            seed=seed,
+            device=device,
+            residual_dtype=residual_dtype,
+            wire=wire,
+            as_team=as_team,
+        )
+        """Makes one like this of any number of workers."""
         self._residual = Residual.zeros((world, numel), method.feedback, torch.device(device), residual_dtype)
         self.workers = [
             Worker(
@@ -181,13 +195,41 @@ class Simulation:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from the states that an equal simulation saved."""
         if len(states) != len(self.workers):
-            raise ValueError(f"{len(states)} states came for {len(self.workers)} workers: give one of each, by rank")
-        for worker, state in zip(self.workers, states, strict=True):
+            raise ValueError(
+                f"{len(states)} states came for {len(self.workers)} workers: give one of each, by rank; load them into "
+                f"a simulation of {len(states)} workers, whose resized({len(self.workers)}) is one of as many as here"
+            )
+        checked = [self._checked(worker, state) for worker, state in zip(self.workers, states, strict=True)]
+        for worker, state in zip(self.workers, checked, strict=True):
             worker.load_state_dict(state["learned"])
             for name, vector in worker.residual.named():
                 vector.copy_(state[name])
         if self._fused is not None:
             self._fused.take_up()
+
+    def _checked(self, worker: Worker, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a worker; refused if it is damaged, before anything has changed."""
+        vectors = dict(worker.residual.named())
+        if not isinstance(state, Mapping) or state.keys() != {"learned", *vectors}:
+            came = ", ".join(map(str, state)) if isinstance(state, Mapping) else repr(state)
+            raise ValueError(f"a worker's state must have learned, {', '.join(vectors)}, not {came}")
+        for name, vector in vectors.items():
+            given = state[name]
+            if not isinstance(given, Tensor) or given.shape != vector.shape or not given.is_floating_point():
+                raise ValueError(f"a worker's {name} must be {len(vector)} floating-point numbers in a flat tensor")
+        return {**state, "learned": checked_learned(self.method, worker.setup, state["learned"])}
+
+    def resized(self, world: int) -> Simulation:
+        """The same simulation with another number of workers: it goes on from here as `reshard` makes a sieve go on."""
+        other, old = self._with_workers(world), self.state_dict()
+        learned = resized_learned(self.method, self.workers[0].setup, old[0].pop("learned"), world)
+        vectors = {name: [state[name] for state in old] for name in old[0]}
+        states = []
+        for rank in range(world):
+            taken = weights(rank, len(old), world)
+            states.append({"learned": learned} | {name: mixed(each, taken) for name, each in vectors.items()})
+        other.load_state_dict(states)
+        return other
 
     def _clipped(self, gradients: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Every worker's gradient within the method's largest norm."""

@@ -171,7 +171,7 @@ class StepStats:
     imbalance: float
     """`max(counts) * world / sum(counts) - 1`."""
     wire_bytes: int
-    """Bytes this rank handed to collectives in this step, excluded parameters included."""
+    """Bytes this rank handed to collectives in this step, excluded parameters and flags included."""
     link_bytes: int
     """Bytes through this rank's link, each way, if collectives run in rings."""
     num_messages: int

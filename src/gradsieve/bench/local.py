@@ -75,7 +75,7 @@ class FusedStep:
         self._weights = Weights(lambda: parameters, setup.bounds)
         self.support = spread_indices(setup.numel, self._target, device).to(self.fused.tiling.edges.dtype)
         borders = torch.searchsorted(self.support, self.fused.tiling.edges)
-        late = Late(self._step(0), nothing, nothing, nothing, None)
+        late = Late(self._step(0), nothing, nothing, nothing, nothing, None)
         self.outcome = Outcome(self.support, borders, self._given[self.support.long()], nothing, None, late)
         # as after some steps: how many a rank proposes is known
         share = -(-self._target // setup.world)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from gradsieve.checks import UsageError
 from gradsieve.cli.display import Display, exit_code
 from gradsieve.cli.options import CONFIG_HELP, merged, read_config
 from gradsieve.cli.summary import show_end
@@ -23,6 +24,9 @@ def train(
         Optional[Path],  # noqa: UP045
         typer.Option("--resume", help="Go on with the run in this folder, from its last checkpoint.", metavar="RUN"),
     ] = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Go on with the run in --output if it has a checkpoint, or begin it.")
+    ] = False,
 ) -> int:
     """Train a task with one method.
 
@@ -32,11 +36,15 @@ def train(
     place = find_place(os.environ)
     display = Display(quiet=place is not None and place.rank != 0)
     values = merged(read_config(config), given)
+    if resume is not None and auto_resume:
+        raise UsageError("--resume RUN and --auto-resume exclude one another: the second looks in --output")
+    source = "the command line" if config is None else f"{config}"
     with display:
-        if resume is not None:
+        if auto_resume:
+            ended = runner.train_or_resume(values, source, [display.sink()])
+        elif resume is not None:
             ended = runner.resume(resume, values, [display.sink()])
         else:
-            source = "the command line" if config is None else f"{config}"
             ended = runner.train(from_mapping(TrainConfig, values, source), [display.sink()])
     if not display.quiet:
         show_end(display.console, ended)

@@ -39,6 +39,7 @@ from gradsieve.kernels.tiling import Found, Run, Sent, Sight, Tiles
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _HUGE = tl.constexpr(HUGE_BITS)
+_INFINITE = tl.constexpr(0x7F800000)
 _LEVEL_BITS = tl.constexpr(STEP_BITS)
 _BELOW = tl.constexpr(STEPS_BELOW << STEP_BITS)
 _FINE, _COARSE, _TOP = tl.constexpr(FINE_LEVELS), tl.constexpr(COARSE_LEVELS), tl.constexpr(TOP_LEVEL)
@@ -130,10 +131,10 @@ def _put(fed, number, place, bits, base, there, NARROW: tl.constexpr):
 @triton.jit(do_not_specialize=["first_tile"])
 def _sieve(
     gradient, gradient_row, acc, acc_row, starts, sources, first_tile, looks, ladder, last, weights, margins,
-    slots, tile_counts, tile_places, num_tiles, sent, borders, rest, rest_row,
+    slots, tile_counts, tile_places, faults, num_tiles, sent, borders, rest, rest_row,
     BLOCK: tl.constexpr, ENTRIES: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
     COLLECT: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, CLEAR: tl.constexpr, REST: tl.constexpr,
-    MANY: tl.constexpr,
+    MANY: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     tile = first_tile + tl.program_id(0)
@@ -164,10 +165,15 @@ def _sieve(
     number = 0
     word = tl.arange(0, BLOCK // 32)
     bit = tl.arange(0, 32)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
     for begin in range(0, length, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         target = acc + flat + place
         taken = load_block(fed, begin, length, BLOCK)
+        if CHECK:
+            sizes = taken.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            largest = tl.maximum(largest, sizes)
+            taken = tl.where(sizes < _INFINITE, taken, 0.0)
         kept = load_block(acc + flat, begin, length, BLOCK)
         if gradient.dtype.element_ty == tl.float64:
             total = (kept.to(tl.float64) + taken).to(acc.dtype.element_ty)
@@ -207,6 +213,9 @@ def _sieve(
                         into += 1
                         words ^= lowest
                 number += tl.sum(in_word)
+    if CHECK:
+        if tl.max(largest) >= _INFINITE:
+            tl.atomic_max(faults + row, tl.load(slots + tile) + 1)
     if COLLECT:
         tl.store(tile_places + row * num_tiles + tile, fed.to(tl.int64))
         tl.store(tile_counts + row * num_tiles + tile, number)
@@ -222,10 +231,12 @@ def sieve(
     sent: Sent | None,
     *,
     collect: bool,
+    check: bool = False,
 ) -> None:
     """Add `gradient` (`[rows, any]`, or one row flat) into `acc` (`[rows, numel]`) over a run of tiles.
 
-    Uses the gradient up where it collects. Before, clears what was `sent` of these tiles.
+    Uses the gradient up where it collects. Before, clears what was `sent` of these tiles. With `check`, what is not
+    finite is not added but noted in `found.faults`.
     """
     rest = None if sent is None else sent.rest
     _sieve[(run.num, len(acc))](
@@ -244,6 +255,7 @@ def sieve(
         tiling.slots,
         found.tile_counts,
         found.tile_places,
+        found.faults,
         found.tile_counts.shape[1],
         sight.looks if sent is None else sent.support,
         sight.looks if sent is None else sent.borders,
@@ -259,6 +271,7 @@ def sieve(
         CLEAR=sent is not None,
         REST=rest is not None,
         MANY=sight.many,
+        CHECK=check,
         num_warps=NUM_WARPS,
     )
 

@@ -73,13 +73,16 @@ class Found:
     """int32 `[rows, tiles]`: entries collected."""
     tile_places: Tensor
     """int64 `[rows, tiles]`: the address of what a tile collected, ascending; see [Note: tiles]."""
+    faults: Tensor
+    """int32 `[rows]`: 1 + the number of a parameter whose gradient was not finite."""
     narrow: bool = False
     """Are there only places, without rungs?"""
 
     @classmethod
     def empty(cls, rows: int, num_tiles: int, device: torch.device) -> Found:
         counts = torch.zeros((rows, num_tiles), dtype=torch.int32, device=device)
-        return cls(counts, torch.zeros_like(counts, dtype=torch.int64))
+        faults = torch.zeros(rows, dtype=torch.int32, device=device)
+        return cls(counts, torch.zeros_like(counts, dtype=torch.int64), faults)
 
 
 class Sent(NamedTuple):

@@ -19,11 +19,13 @@ class Batches:
         self._device = device
         self._epoch = -1
         self._order = torch.empty(0)
+        self.shift = 0
+        """Added to the number of a step: the plan's."""
         self.steps_per_epoch = len(task.train) // (world * batch_size)
 
     def take(self, step: int, first: int, workers: int) -> Examples:
         """The batches of `workers` workers from rank `first` on, one after the other, ready for the model."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, place = divmod(step + self.shift, self.steps_per_epoch)
         start = (place * self._world + first) * self._batch_size
         count = workers * self._batch_size
         batch = self._examples.rows(self._shuffled(epoch)[start : start + count])

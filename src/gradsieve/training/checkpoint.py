@@ -3,12 +3,15 @@
     checkpoint/shared.pt    model, optimizer, steps done, seconds elapsed
     checkpoint/rank-N.pt    residual and what the method learned, for each worker
 
-A new one is written beside the old and takes its place at once, so that a kill at any time leaves a whole one.
+A new one is written beside the old, flushed to the disk and put in its place by a rename, so that a kill at any time
+leaves a whole one. It may be loaded by another number of workers than saved it.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,40 @@ def save_checkpoint(folder: Path, engine: Engine, shared: dict[str, Any]) -> Non
     if engine.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        torch.save(shared, partial / "shared.pt")
+        _save(shared | {"world": engine.plan.world}, partial / "shared.pt")
     engine.barrier()
     for rank, state in engine.worker_states().items():
-        torch.save(state, partial / _worker_file(rank))
+        _save(state, partial / _worker_file(rank))
     engine.barrier()
     if engine.rank == 0:
         _replace(folder)
     engine.barrier()
 
 
+def _save(value: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        # or the disk might hear of the rename before it hears of what was renamed
+        os.fsync(file.fileno())
+
+
+def _flush_names(folder: Path) -> None:
+    """Bring to the disk which files a folder holds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _replace(folder: Path) -> None:
+    _flush_names(folder / NEXT)
     if (folder / CURRENT).exists():
         shutil.rmtree(folder / LAST, ignore_errors=True)
         (folder / CURRENT).rename(folder / LAST)
     (folder / NEXT).rename(folder / CURRENT)
+    _flush_names(folder)
     shutil.rmtree(folder / LAST, ignore_errors=True)
 
 
@@ -54,11 +76,23 @@ def load_checkpoint(folder: Path, engine: Engine) -> dict[str, Any]:
     checkpoint = checkpoint_of(folder)
     if checkpoint is None:
         raise RunError(f"{folder} has no checkpoint to go on from: start it anew, with --checkpoint-every above 0")
-    engine.load_worker_states(lambda rank: _load(checkpoint / _worker_file(rank), engine.device))
-    return _load(checkpoint / "shared.pt", engine.device)
+    shared = _load(checkpoint / "shared.pt", engine.device)
+    # checkpoints of before they could be loaded by other numbers of workers do not say it
+    saved_world = shared.pop("world", None) or len(list(checkpoint.glob(_worker_file("*"))))
+    engine.load_worker_states(_reader(checkpoint, saved_world, engine))
+    return shared
 
 
-def _worker_file(rank: int) -> str:
+def _reader(checkpoint: Path, saved_world: int, engine: Engine) -> Callable[[int], dict[str, Any]]:
+    """Brings the state of a rank; where another number of workers saved, a share of all of theirs."""
+    world = engine.plan.world
+    if saved_world == world:
+        return lambda rank: _load(checkpoint / _worker_file(rank), engine.device)
+    saved = [_load(checkpoint / _worker_file(rank), torch.device("cpu")) for rank in range(saved_world)]
+    return engine.resized(saved).__getitem__
+
+
+def _worker_file(rank: int | str) -> str:
     return f"rank-{rank}.pt"
 
 

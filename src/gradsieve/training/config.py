@@ -58,6 +58,7 @@ class TrainConfig:
     virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.", _COUNT)
     device: str | None = _option(None, "cpu, cuda or cuda:N. Default: cuda if there is one.")
     backend: str | None = _option(None, "Process group: gloo or nccl. Default: by device.")
+    timeout: float = _option(1800.0, "Seconds that a worker waits for the others before the run fails.", _POSITIVE)
     seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _check_seed)
     batch_size: int | None = _option(None, "Examples per worker and step.", _COUNT)
     epochs: int | None = _option(None, "Epochs; the learning rate follows them.", _COUNT)

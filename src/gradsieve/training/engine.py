@@ -72,6 +72,11 @@ class Engine(ABC):
         """The inverse; `read` brings the state of a rank."""
 
     @abstractmethod
+    def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all workers, from those of another number: the mean over workers of what they have not sent
+        stays what it is."""
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait until every process has come here."""
 

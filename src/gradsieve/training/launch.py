@@ -17,6 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
+from gradsieve.collectives import ExchangeError
 from gradsieve.runs import ERROR, RESULT, Record, Status
 from gradsieve.training.recorder import Sink, write_result, write_text
 from gradsieve.training.session import SIGNALS, Ended, Interruption, Order, Seat, carry_out, one_line, summary_of
@@ -83,8 +84,12 @@ def _summary_so_far(folder: Path) -> Record:
 class _Failure(NamedTuple):
     line: str
     details: str
-    silent: bool = False
-    """The worker died without a word. Then what others say is about that."""
+    kind: str = "raised"
+    """What a worker died of comes before what others say of it."""
+
+
+CAUSES = ("died", "raised", "waited")
+"""Kinds of failures, the likeliest cause of the others first: no word at all, an error, an exchange given up."""
 
 
 class _Crew:
@@ -127,7 +132,15 @@ class _Crew:
             self.kill()
             for sink in sinks:
                 sink.close()
-        return min(failures, key=lambda failure: not failure.silent, default=None)
+        failure = min(failures, key=lambda failure: CAUSES.index(failure.kind), default=None)
+        return None if failure is None else self._with_silent_ones(failure)
+
+    def _with_silent_ones(self, failure: _Failure) -> _Failure:
+        """Those that were waited for, and did not end by themselves either, hung."""
+        if failure.kind != "waited" or not self._pipes:
+            return failure
+        names = ", ".join(f"worker {rank}" for rank in sorted(self._pipes.values()))
+        return failure._replace(line=f"{failure.line}. No answer came from {names}")
 
     def _hear(self, pipe: Connection, sinks: Sequence[Sink]) -> list[_Failure]:
         rank = self._pipes[pipe]
@@ -159,7 +172,7 @@ class _Crew:
         if code is not None and code < 0:
             reason = f"signal {signal.Signals(-code).name}"
         line = f"worker {rank} died ({reason})"
-        return [] if code == WORKER_FAILED else [_Failure(line, line, silent=True)]
+        return [] if code == WORKER_FAILED else [_Failure(line, line, "died")]
 
     def interrupt(self) -> None:
         """Ask the workers to end after their step."""
@@ -203,7 +216,8 @@ def _work(order: Order, seat: Seat, pipe: Connection) -> None:
         pipe.send(_Message("ended", ended.status))
     except BaseException as error:
         with suppress(OSError):  # nobody may be left to hear it
-            pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc())))
+            kind = "waited" if isinstance(error, ExchangeError) else "raised"
+            pipe.send(_Message("failed", (one_line(error, seat.rank), traceback.format_exc(), kind)))
         os._exit(WORKER_FAILED)
 
 

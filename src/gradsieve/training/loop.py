@@ -22,7 +22,7 @@ class Training:
     def __init__(
         self, plan: Plan, engine: Engine, folder: Path, recorder: Recorder | None, stopping: Callable[[], bool]
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._engine = engine
         self._folder = folder
         self._recorder = recorder
@@ -35,25 +35,30 @@ class Training:
     def resume(self) -> int:
         """Go on from the run's checkpoint; returns the steps done by then."""
         shared = load_checkpoint(self._folder, self._engine)
+        steps_done = shared["steps_done"]
+        # checkpoints of before runs could change their number of workers do not say it
+        place, steps_per_epoch = shared.get("place", steps_done), shared.get("steps_per_epoch")
+        self.plan = self.plan.going_on(steps_done, place, steps_per_epoch or self.plan.steps_per_epoch)
+        self._engine.batches.shift = self.plan.shift
         self._engine.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
-        self._steps_done, self._elapsed = shared["steps_done"], shared["elapsed"]
+        self._steps_done, self._elapsed = steps_done, shared["elapsed"]
         return self._steps_done
 
     def run(self) -> Status:
         """Train to the end, or until someone asks to stop; returns how it ended."""
         stop = False
-        while self._steps_done < self._plan.total_steps and not stop:
+        while self._steps_done < self.plan.total_steps and not stop:
             stop = self._step()
-            if self._plan.evaluates_after(self._steps_done):
+            if self.plan.evaluates_after(self._steps_done):
                 self._evaluate()
-            if self._plan.saves_after(self._steps_done) or (stop and self._plan.config.checkpoint_every):
+            if self.plan.saves_after(self._steps_done) or (stop and self.plan.config.checkpoint_every):
                 self._save()
-        return "finished" if self._steps_done >= self._plan.total_steps else "interrupted"
+        return "finished" if self._steps_done >= self.plan.total_steps else "interrupted"
 
     def _step(self) -> bool:
         began = perf_counter()
-        lr = self._plan.learning_rate(self._steps_done)
+        lr = self.plan.learning_rate(self._steps_done)
         self._engine.gradients(self._steps_done)
         with self._engine.timed("rest"):
             self._apply(lr)
@@ -64,8 +69,8 @@ class Training:
         return outcome.stop
 
     def _apply(self, lr: float) -> None:
-        if self._plan.config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self._engine.model.parameters(), self._plan.config.clip)
+        if self.plan.config.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._engine.model.parameters(), self.plan.config.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -91,15 +96,15 @@ class Training:
 
     def _evaluate(self) -> None:
         if self._recorder is not None:
-            engine, most = self._engine, self._plan.config.eval_examples
-            self._write(evaluate(engine.model, self._plan.task, engine.device, most))
+            engine, most = self._engine, self.plan.config.eval_examples
+            self._write(evaluate(engine.model, self.plan.task, engine.device, most))
         # or the others would wait within their next step, and that would count as its time
         self._engine.barrier()
 
     def _write(self, record: Mapping[str, float | int | None]) -> None:
         if self._recorder is None:
             return
-        place = {"step": self._steps_done, "epoch": self._plan.epoch(self._steps_done), "time/elapsed": self._elapsed}
+        place = {"step": self._steps_done, "epoch": self.plan.epoch(self._steps_done), "time/elapsed": self._elapsed}
         self._recorder.write({**place, **record})
 
     def _save(self) -> None:
@@ -108,6 +113,8 @@ class Training:
             "optimizer": self._optimizer.state_dict(),
             "steps_done": self._steps_done,
             "elapsed": self._elapsed,
+            "place": self.plan.place(self._steps_done),
+            "steps_per_epoch": self.plan.steps_per_epoch,
         }
         save_checkpoint(self._folder, self._engine, shared)
 

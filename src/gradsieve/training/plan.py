@@ -28,10 +28,13 @@ class Plan:
     method: Method
     world: int
     steps_per_epoch: int
+    shift: int = 0
+    """How many steps the place in the epochs is ahead of the steps done: not 0 once the number of workers, and so of
+    steps in an epoch, has changed."""
 
     @property
     def total_steps(self) -> int:
-        whole = self.epochs * self.steps_per_epoch
+        whole = self.epochs * self.steps_per_epoch - self.shift
         return whole if self.config.steps is None else self.config.steps
 
     @property
@@ -49,21 +52,29 @@ class Plan:
         return method_label(self.method)
 
     def epoch(self, steps_done: int) -> float:
-        return steps_done / self.steps_per_epoch
+        return self.place(steps_done) / self.steps_per_epoch
+
+    def place(self, steps_done: int) -> int:
+        """Where in the epochs the run is after so many steps, counted in steps of so many workers as there are."""
+        return steps_done + self.shift
+
+    def going_on(self, steps_done: int, place: int, steps_per_epoch: int) -> Plan:
+        """The same plan from a checkpoint on, whose epochs may have had another number of steps."""
+        return replace(self, shift=place * self.steps_per_epoch // steps_per_epoch - steps_done)
 
     def learning_rate(self, step: int) -> float:
         """Of the step that follows after `step` others: up from 0, then by the schedule."""
         config = self.config
         assert config.lr is not None
         assert config.warmup_epochs is not None
-        warmup = config.warmup_epochs * self.steps_per_epoch
-        if step < warmup:
-            return config.lr * min(1.0, (step + 1) / warmup)
+        place, warmup = self.place(step), config.warmup_epochs * self.steps_per_epoch
+        if place < warmup:
+            return config.lr * min(1.0, (place + 1) / warmup)
         whole = self.epochs * self.steps_per_epoch
         if config.schedule == "step":
-            return config.lr * (0.1 if step >= 0.75 * whole else 1.0)
+            return config.lr * (0.1 if place >= 0.75 * whole else 1.0)
         if config.schedule == "cosine":
-            progress = min(1.0, (step - warmup) / max(1.0, whole - warmup))
+            progress = min(1.0, (place - warmup) / max(1.0, whole - warmup))
             return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
         return config.lr
 
@@ -73,7 +84,7 @@ class Plan:
             return True
         if not self.config.eval_every:
             return False
-        return steps_done % max(1, round(self.config.eval_every * self.steps_per_epoch)) == 0
+        return self.place(steps_done) % max(1, round(self.config.eval_every * self.steps_per_epoch)) == 0
 
     def saves_after(self, steps_done: int) -> bool:
         """Is a checkpoint written after so many steps?"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradsieve.checks import UsageError
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import GroupCollectives, run
 from gradsieve.hook import sparsify
+from gradsieve.states import reshard
 from gradsieve.training.engine import Engine, Outcome, seed_of, slowest
 from gradsieve.training.plan import Plan
 
@@ -37,6 +38,7 @@ class Processes(Engine):
 
     def gradients(self, step: int) -> None:
         self._watch = Stopwatch(self.device)
+        self._collectives.start_step(step)
         with self.timed("rest"):
             torch.manual_seed(seed_of(self.plan.config.seed, step, self.rank))
             batch = self.batches.take(step, self.rank, workers=1)
@@ -62,7 +64,7 @@ class Processes(Engine):
         # the hook runs inside backward
         seconds["backward"] -= stats.select_seconds + stats.exchange_seconds
         own = [float(stop), float(self._loss.detach()), self._sieve.residual_norm(), *(seconds[p] for p in PHASES)]
-        rows = self._gathered(own)
+        rows = self._gathered(own, "outcomes")
         return Outcome(
             loss=sum(row[1] for row in rows) / len(rows),
             error_norm=sum(row[2] for row in rows) / len(rows),
@@ -71,9 +73,9 @@ class Processes(Engine):
             stop=any(row[0] for row in rows),
         )
 
-    def _gathered(self, numbers: list[float]) -> list[list[float]]:
+    def _gathered(self, numbers: list[float], what: str) -> list[list[float]]:
         message = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        rows: list[list[float]] = run(self._collectives.all_gather(message)).tolist()
+        rows: list[list[float]] = run(self._collectives.all_gather(message, what)).tolist()
         return rows
 
     def worker_states(self) -> dict[int, dict[str, Any]]:
@@ -82,5 +84,8 @@ class Processes(Engine):
     def load_worker_states(self, read: Callable[[int], dict[str, Any]]) -> None:
         self._sieve.load_state_dict(read(self.rank))
 
+    def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return reshard(states, self.plan.world)
+
     def barrier(self) -> None:
-        self._gathered([0.0])
+        self._gathered([0.0], "arrivals at a barrier")

@@ -15,7 +15,7 @@ from gradsieve.checks import UsageError
 from gradsieve.runs import RunError, is_run, read_run
 from gradsieve.tasks import Task, build_model
 from gradsieve.training.checkpoint import checkpoint_of
-from gradsieve.training.config import TrainConfig, from_mapping
+from gradsieve.training.config import TrainConfig, from_mapping, make_method
 from gradsieve.training.folder import make_writable, new_folder
 from gradsieve.training.launch import launch
 from gradsieve.training.place import Place, find_place, meeting_point
@@ -23,19 +23,46 @@ from gradsieve.training.plan import Plan, make_plan
 from gradsieve.training.recorder import Sink
 from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_out
 
-MAY_CHANGE = {"epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"}
-"""Options that a resumed run may take anew."""
+MAY_CHANGE = {
+    *("epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"),
+    *("timeout", "workers", "virtual"),
+}
+"""Options that a resumed run may take anew; but processes stay processes, and virtual workers virtual."""
 
 
 def train(config: TrainConfig, sinks: Sequence[Sink] = ()) -> Ended:
     """Carry out a new run."""
-    return _carried_out(config, None, sinks)
+    return _carried_out(config, None, sinks, resume=False)
+
+
+def train_or_resume(values: Mapping[str, Any], source: str, sinks: Sequence[Sink] = ()) -> Ended:
+    """Go on with the run in the folder `output` if it has a checkpoint, otherwise begin it there.
+
+    So one command starts a run and, given again by whoever sees it die, goes on with it.
+    """
+    config = from_mapping(TrainConfig, values, source)
+    if config.output is None:
+        raise UsageError("--auto-resume needs --output: the folder to look for a checkpoint in")
+    folder = config.output.expanduser().resolve()
+    if is_run(folder) and checkpoint_of(folder) is not None:
+        return resume(folder, {name: value for name, value in values.items() if name != "output"}, sinks)
+    make_writable(folder)
+    return _carried_out(config, folder, sinks, resume=False)
 
 
 def resume(folder: Path, changes: Mapping[str, Any], sinks: Sequence[Sink] = ()) -> Ended:
     """Go on with a run from its last checkpoint; `changes` are options given anew."""
     folder = folder.expanduser().resolve()
-    return _carried_out(resumed_config(folder, changes), folder, sinks)
+    place = find_place(os.environ)
+    # torchrun may have started again with other workers, be it with one
+    if place is not None and (place.world > 1 or place.launcher == "torchrun"):
+        changes = _with_workers(folder, changes, place.world)
+    return _carried_out(resumed_config(folder, changes), folder, sinks, resume=True)
+
+
+def _with_workers(folder: Path, changes: Mapping[str, Any], world: int) -> Mapping[str, Any]:
+    is_virtual = is_run(folder) and read_run(folder).virtual
+    return changes if is_virtual else {"workers": world} | dict(changes)
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
@@ -46,7 +73,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
         raise RunError(f"{folder} has no checkpoint to go on from: it ended before one was written, or wrote none")
     stored = dict(read_run(folder).config)
     for name, value in changes.items():
-        if name not in MAY_CHANGE and value != stored.get(name):
+        if not _may_become(name, value, stored, changes):
             raise UsageError(
                 f"{folder} was run with {name} {stored.get(name)!r}, and a resumed run cannot change it to {value!r}; "
                 f"it can change: {', '.join(sorted(MAY_CHANGE))}"
@@ -55,17 +82,28 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     return from_mapping(TrainConfig, stored | dict(changes), str(folder))
 
 
-def _carried_out(config: TrainConfig, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
+def _may_become(name: str, value: Any, stored: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    if value == stored.get(name):
+        return True
+    if name == "method":
+        density = changes.get("density")
+        return make_method(value, density) == make_method(stored["method"], stored["density"])
+    # the states of the two kinds of workers are not alike
+    other = {"workers": "virtual", "virtual": "workers"}.get(name)
+    return name in MAY_CHANGE and (other is None or stored.get(other) is None)
+
+
+def _carried_out(config: TrainConfig, folder: Path | None, sinks: Sequence[Sink], *, resume: bool) -> Ended:
     place = find_place(os.environ)
     if place is not None and place.world > 1 and config.virtual is None:
-        return _joined(config, place, resumed, sinks)
+        return _joined(config, place, folder, sinks, resume=resume)
     refuse_launcher("virtual workers share one process")
     plan = checked_plan(config, num_workers(config))
-    order = Order(plan.config, resumed or new_folder(plan), resume=resumed is not None)
+    order = Order(plan.config, folder or new_folder(plan), resume=resume)
     return launch(order, 1 if config.virtual is not None else plan.world, sinks)
 
 
-def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequence[Sink]) -> Ended:
+def _joined(config: TrainConfig, place: Place, folder: Path | None, sinks: Sequence[Sink], *, resume: bool) -> Ended:
     """Be one of the workers that a launcher started."""
     if config.workers not in (None, place.world):
         raise UsageError(
@@ -77,7 +115,7 @@ def _joined(config: TrainConfig, place: Place, resumed: Path | None, sinks: Sequ
     seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting)
     interruption = Interruption()
     interruption.install()
-    order = Order(plan.config, resumed, resume=resumed is not None)
+    order = Order(plan.config, folder, resume=resume)
     return carry_out(order, seat, list(sinks) if place.rank == 0 else [], interruption)
 
 

@@ -101,7 +101,7 @@ def _train(
     steps_done = training.resume() if resume else 0
     if recorder is None:
         return training.run()
-    recorder.start(_header(plan, engine, folder if resume else None, steps_done), steps_done)
+    recorder.start(_header(training.plan, engine, folder if resume else None, steps_done), steps_done)
     try:
         status = training.run()
     except Exception as error:
@@ -139,7 +139,7 @@ def _process_group(config: TrainConfig, seat: Seat) -> Iterator[None]:
         init_method=seat.meeting,
         rank=seat.rank,
         world_size=seat.world,
-        timeout=timedelta(minutes=30),
+        timeout=timedelta(seconds=config.timeout),
     )
     try:
         yield
@@ -190,7 +190,8 @@ def _header(plan: Plan, engine: Engine, resumed: Path | None, steps_done: int) -
     if resumed is None:
         return header | {"provenance": now}
     before = read_run(resumed).header
-    again = [*before.get("resumed", []), {"from_step": steps_done} | now]
+    worlds = {"from_world": before["world"], "to_world": plan.world} if before["world"] != plan.world else {}
+    again = [*before.get("resumed", []), {"from_step": steps_done} | worlds | now]
     return header | {"provenance": before["provenance"], "resumed": again}
 
 
