@@ -166,12 +166,15 @@ class Place:
         """Of the entries that a row looks at."""
         return self.score(self.view(row), *self.stretches[row])
 
-    def feed(self, gradient: Tensor, *, collect: bool = True, sent: Sent | None = None) -> None:
+    def feed(
+        self, gradient: Tensor, *, collect: bool = True, sent: Sent | None = None, check: bool = False
+    ) -> None:
         """Take in a gradient of all rows, which is used up."""
         self.found.narrow = gradient.element_size() < 4
         # what was collected stands in it
         self.fed = gradient
-        sieve(gradient, self.acc, self.tiling.tiles, self.whole, self.sight, self.found, sent, collect=collect)
+        tiles, looked = self.tiling.tiles, (self.sight, self.found)
+        sieve(gradient, self.acc, tiles, self.whole, *looked, sent, collect=collect, check=check)
 
     def count(self, rungs: Tensor | None = None) -> None:
         count(self.acc, self.tiling.tiles, self.sight, self.found, self.decision, rungs=rungs)

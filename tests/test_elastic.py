@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +214,14 @@ class Job:
 @contextlib.contextmanager
 def job(folder: Path, *command: object) -> Iterator[Job]:
     made = Job(folder, list(command))
-    try:
-        yield made
-        until(lambda: made.processes() == {}, "all processes of the job have ended")
-    finally:
-        made.end()
+    with pytest.MonkeyPatch.context() as patch:
+        # without it, in torch 2.13, an agent that comes later waits in vain for the first one to say where it is
+        patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        try:
+            yield made
+            until(lambda: made.processes() == {}, "all processes of the job have ended")
+        finally:
+            made.end()
 
 
 SLOWLY = f"""
@@ -235,6 +238,10 @@ def slowly(*arguments, **options):
 elastic.make_batch, elastic.SAVE_EVERY = slowly, 5
 elastic.main()
 """
+
+
+TARGET_ACCURACY = 0.5
+"""Of the example, in ten classes; never disturbed it comes to 0.6."""
 
 
 def last_step(folder: Path) -> int:
@@ -257,52 +264,69 @@ def slow_example(tmp_path: Path) -> Path:
     return path
 
 
+def wait_for_more(elastic: Job, workers: int, steps: Callable[[], int], more: int) -> None:
+    """Until so many workers have done so many steps more."""
+
+    def at_work() -> bool:
+        worlds = [environment.get(b"WORLD_SIZE") for environment in elastic.processes().values()]
+        return worlds.count(str(workers).encode()) == workers
+
+    until(at_work, f"{workers} workers are there")
+    before = steps()
+    until(lambda: steps() >= before + more, f"{workers} workers take steps")
+
+
 @pytest.mark.faults
 def test_the_example_loses_a_worker_and_goes_on_with_a_new_one(tmp_path: Path, slow_example: Path) -> None:
-    with job(tmp_path, slow_example, "checkpoints") as elastic:
-        first, second = elastic.agent(), elastic.agent()
-        until(lambda: last_step(tmp_path / "checkpoints") >= 50, "fifty steps are done")
+    folder = tmp_path / "checkpoints"
+    with job(tmp_path, slow_example, folder) as elastic:
+        agents = elastic.agent(), elastic.agent()
+        wait_for_more(elastic, 2, lambda: last_step(folder), 20)
         os.kill(elastic.worker(1), signal.SIGKILL)
-        done = [finish(agent, seconds=90) for agent in (first, second)]
+        done = [finish(agent, seconds=90) for agent in agents]
     assert [agent.code for agent in done] == [0, 0], done
     told = "\n".join(agent.out for agent in done)
-    begun, again = lines_of(told)
-    assert begun.startswith("from step 0 on with ")
-    assert again.endswith("with 2 workers")
-    assert int(again.split()[2]) >= 50
-    assert accuracy_told(told) > 0.6
+    assert lines_of(told)[0].startswith("from step 0 on with ")
+    assert lines_of(told)[-1].endswith("with 2 workers")
+    assert int(lines_of(told)[-1].split()[2]) >= 20
+    assert accuracy_told(told) > TARGET_ACCURACY
 
 
 @pytest.mark.faults
-def test_the_example_loses_a_machine_for_good_and_goes_on_with_what_is_left(tmp_path: Path, slow_example: Path) -> None:
-    with job(tmp_path, slow_example, "checkpoints") as elastic:
+def test_the_example_gains_a_machine_and_loses_it_for_good(tmp_path: Path, slow_example: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with job(tmp_path, slow_example, folder) as elastic:
         first = elastic.agent()
-        until(lambda: len(elastic.processes()) >= 2, "the first agent has a worker")
+        wait_for_more(elastic, 1, lambda: last_step(folder), 20)
         second = elastic.agent()
-        until(lambda: last_step(tmp_path / "checkpoints") >= 50, "fifty steps are done")
+        wait_for_more(elastic, 2, lambda: last_step(folder), 20)
         elastic.lose(second)
         done = finish(first, seconds=90)
+        told = done.out + second.communicate()[0]
     assert done.code == 0, done
-    assert lines_of(done.out)[-1].endswith("with 1 workers"), done
-    assert accuracy_told(done.out) > 0.6
+    assert sorted(line.split()[-2] for line in lines_of(told)) == ["1", "1", "2"]
+    assert lines_of(done.out)[-1].endswith("with 1 workers")
+    assert accuracy_told(done.out) > TARGET_ACCURACY
 
 
 @pytest.mark.faults
-def test_the_command_line_goes_on_with_fewer_workers(tmp_path: Path) -> None:
+def test_the_command_line_gains_a_machine_and_loses_it_for_good(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
+    folder = tmp_path / "run"
     asked = ["--task", "command_line:guided", "--data", tmp_path, "--method", "union", "--density", 0.1]
-    more = ["--threads", 1, "--steps", 120, "--checkpoint-every", 5, "--timeout", 20, "--output", "run"]
+    more = ["--threads", 1, "--epochs", 12, "--checkpoint-every", 5, "--timeout", 20, "--output", folder]
     with job(tmp_path, "-m", "gradsieve", "train", *asked, *more, "--auto-resume") as elastic:
         first = elastic.agent()
-        until(lambda: len(elastic.processes()) >= 2, "the first agent has a worker")
+        wait_for_more(elastic, 1, lambda: steps_logged(folder), 20)
         second = elastic.agent()
-        until(lambda: steps_logged(tmp_path / "run") >= 20, "twenty steps are done")
+        wait_for_more(elastic, 2, lambda: steps_logged(folder), 20)
         elastic.lose(second)
         done = finish(first, seconds=90)
     assert done.code == 0, done
-    run = read_run(tmp_path / "run")
+    run = read_run(folder)
     assert (run.status, run.world) == ("finished", 1)
-    assert [record["step"] for record in run.steps] == list(range(1, 121))
-    assert run.header["resumed"][-1]["from_world"] == 2
-    assert run.header["resumed"][-1]["to_world"] == 1
+    assert [record["step"] for record in run.steps] == list(range(1, len(run.steps) + 1))
+    changes = [time for time in run.header["resumed"] if "to_world" in time]
+    assert [(time["from_world"], time["to_world"]) for time in changes] == [(1, 2), (2, 1)]
+    assert run.steps[-1]["epoch"] == 12
     assert run.summary["eval/accuracy"] > 0.8

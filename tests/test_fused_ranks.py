@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 import toys
 from fleet import Fleet
-from gradsieve import Method, StepStats, kernels
+from gradsieve import Method, StepStats, control, kernels
 from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.fused import FusedWorker, make_worker
 from gradsieve.kernels.dispatch import Path
@@ -342,6 +342,23 @@ def test_parameters_may_be_of_unlike_types() -> None:
         found.append((torch.stack(means), toys.flat(list(sieve.residuals().values()))))
     for one, other in zip(*found, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("exclude", "layer"), [((), 5), (("weights.6",), 6)], ids=["sparsified", "excluded"])
+def test_a_gradient_that_is_not_finite_is_named_when_its_step_is_over(exclude: tuple[str, ...], layer: int) -> None:
+    with kernels.using("triton"):
+        model = DistributedDataParallel(toys.Chosen().to(DEVICE), bucket_cap_mb=0.003)
+        sieve = gradsieve.sparsify(model, gradsieve.union(density=0.05), exclude=exclude)
+        mean_of(model, 0)
+        gradients = [gradient.to(DEVICE) for gradient in toys.gradients_of(0, 1)]
+        gradients[layer].view(-1)[3] = float("nan")
+        means = toys.backward(model, gradients)
+        assert all(mean is not None and mean.isfinite().all() for mean in means)
+        with pytest.raises(gradsieve.NonFiniteError, match=f"step 1: .*'weights.{layer}' on rank 0 .found now"):
+            for step in range(2, 2 + control.LAG):
+                mean_of(model, step)
+    assert all(residual.isfinite().all() for residual in sieve.residuals().values())
 
 
 def _trained_by_both(name: str) -> tuple[Trained, Trained]:

@@ -14,7 +14,7 @@ from gradsieve.kernels.tiling import Sent
 from gradsieve.residual import Residual
 from gradsieve.score import collect
 from gradsieve.types import Candidates, Span
-from kernel_place import DEVICE, MARKS, Place, assert_same_bits, awkward, clear, level_of, sieve
+from kernel_place import DEVICE, MARKS, SIZES, Place, assert_same_bits, awkward, clear, level_of, sieve
 
 pytestmark = MARKS
 
@@ -236,3 +236,28 @@ def test_tiles_end_where_parameters_do() -> None:
     assert set(place.bounds) <= set(starts)
     assert all(0 < stop - start <= 4096 for start, stop in pairwise(starts))
     assert all(place.bounds[slot] <= start < place.bounds[slot + 1] for start, slot in zip(starts, slots, strict=False))
+
+
+@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_what_is_not_finite_is_left_out_and_noted(gradient: torch.dtype, residual: torch.dtype) -> None:
+    place = Place(rows=3, dtype=residual)
+    place.look([(0, place.numel)] * 3)
+    place.acc.copy_(torch.randn(place.acc.shape, device=DEVICE))
+    fed = torch.randn(place.acc.shape, device=DEVICE).to(gradient)
+    bad = {(0, 5): float("inf"), (0, 4096): float("nan"), (2, place.numel - 1): float("-inf")}
+    clean = fed.clone()
+    for where, value in bad.items():
+        fed[where], clean[where] = value, 0
+    total = accumulated(place.acc, clean)
+    place.feed(fed, check=True)
+    assert_same_bits(place.acc, total)
+    # 1 + the number of a parameter: the first two are of the first, the last is of the last
+    assert place.found.faults.tolist() == [1, 0, len(SIZES)]
+
+
+def test_the_largest_numbers_are_finite() -> None:
+    place = Place()
+    gradient = torch.full((1, place.numel), torch.finfo(torch.float32).max, device=DEVICE)
+    place.feed(gradient, check=True)
+    assert place.found.faults.tolist() == [0]

@@ -160,9 +160,12 @@ def _scaled(scaled: bool, faulty: bool, variant: str, options: dict[str, Any]) -
     """Parameters and residual after some steps of SGD with or without a scaler, and the scales."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=scaled)
     model = DistributedDataParallel(Chosen(), bucket_cap_mb=0.003)
-    given = {"scaler": scaler} if scaled else {}
+    given: dict[str, Any] = {"scaler": scaler} if scaled else {}
     sieve = gradsieve.sparsify(model, toys.make(variant, 0.05), exclude=("weights.1",), **given, **options)
-    optimizers = [torch.optim.SGD(list(model.parameters())[:3], lr=0.125), torch.optim.SGD(list(model.parameters())[3:], 1)]
+    optimizers = [
+        torch.optim.SGD(list(model.parameters())[:3], lr=0.125),
+        torch.optim.SGD(list(model.parameters())[3:], 1),
+    ]
     rank, scales = dist.get_rank(), []
     for step in range(STEPS):
         if step == FAULT and not faulty:
@@ -196,9 +199,7 @@ def test_a_scaler_changes_nothing_but_the_scale(variant: str, scope: str, fleets
 
 
 @pytest.mark.parametrize("variant", ["micro", "union", "topk"])
-def test_a_scaler_leaves_out_the_step_that_one_rank_overflowed_in(
-    variant: str, fleets: Callable[[int], Fleet]
-) -> None:
+def test_a_scaler_leaves_out_the_step_that_one_rank_overflowed_in(variant: str, fleets: Callable[[int], Fleet]) -> None:
     fleet = fleets(WORLD)
     faulty = fleet.run(_scaled, True, True, variant, {})
     for (parameters, residual, scales), (expected, expected_residual, _) in zip(

@@ -63,9 +63,7 @@ def saved(variant: str, world: int, steps: int = 5) -> list[dict[str, Any]]:
 
 
 def mean(states: list[dict[str, Any]], kind: str = "residuals") -> dict[str, Tensor]:
-    return {
-        name: torch.stack([state[kind][name].double() for state in states]).mean(0) for name in states[0][kind]
-    }
+    return {name: torch.stack([state[kind][name].double() for state in states]).mean(0) for name in states[0][kind]}
 
 
 def plain(state: Any) -> Any:
@@ -189,7 +187,7 @@ class TestConsolidated:
 
     def test_it_is_refused_by_another_method_and_model(self) -> None:
         state = gradsieve.consolidated(saved("micro", 2))
-        with pytest.raises(ValueError, match="saved with method .micro"):
+        with pytest.raises(ValueError, match=r"saved with method .micro"):
             loadable(state, origin("union", 0, 2))
         with pytest.raises(ValueError, match="another model or another exclude="):
             loadable(state, origin("micro", 0, 2, shapes={"first": (20, 30)}, names=("first",)))
@@ -266,16 +264,38 @@ def missing(_: Any) -> Any:
     raise KeyError
 
 
+def _same_kind(one: Any, other: Tensor) -> bool:
+    """Can nothing tell them apart, for there are no numbers in them?"""
+    if not isinstance(one, Tensor) or one.is_meta or other.numel():
+        return False
+    return (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
+
+
 def damages(draw: random.Random, value: Any) -> Any:
     """Something else in place of a value, which is of no use there."""
     if isinstance(value, Tensor):
         kinds: list[Any] = [value.to(torch.int32), value.to(torch.complex64), value.unsqueeze(0), value.tolist(), None]
-        kinds += [torch.full_like(value, float("nan")) if value.is_floating_point() else value - (1 << 40), value.bool()]
+        kinds += [
+            torch.full_like(value, float("nan")) if value.is_floating_point() else value - (1 << 40),
+            value.bool(),
+        ]
         kinds += [value.to("meta"), value.to_sparse(), torch.zeros(0), value.half()]
-        empty = value.numel() == 0
-        return draw.choice([kind for kind in kinds if not empty or not isinstance(kind, Tensor) or kind.dtype != value.dtype
-                            or kind.shape != value.shape or kind.layout != value.layout or kind.is_meta])  # fmt: skip
-    kinds = [None, -1, -7, float("nan"), float("inf"), -0.5, "garbage", b"\0\xff", True, 1 << 70, 10**5000, object(), {"x": 1}]
+        return draw.choice([kind for kind in kinds if not _same_kind(kind, value)])
+    kinds = [
+        None,
+        -1,
+        -7,
+        float("nan"),
+        float("inf"),
+        -0.5,
+        "garbage",
+        b"\0\xff",
+        True,
+        1 << 70,
+        10**5000,
+        object(),
+        {"x": 1},
+    ]
     kinds += [[[]], {1, 2}, torch.tensor(3), complex(1, 1), "", [None], (float("nan"),), {0: 0}, 1e300 * 10]
     return draw.choice(kinds)
 
@@ -292,6 +312,14 @@ def damaged(draw: random.Random, state: dict[str, Any]) -> tuple[tuple[Any, ...]
     return path, with_changed(state, path, lambda value: damages(draw, value))
 
 
+def refusal(state: Any, here: Origin) -> str:
+    try:
+        loadable(state, here)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "let through"
+
+
 @pytest.mark.parametrize("variant", ["union", "exdyna", "exdyna-paper", "sidco", "dgc", "iwp-per-layer", "micro-paper"])
 def test_damaged_states_are_refused_with_a_clear_message(variant: str) -> None:
     draw, good = random.Random(variant), saved(variant, 2)
@@ -300,11 +328,9 @@ def test_damaged_states_are_refused_with_a_clear_message(variant: str) -> None:
     before = plain(forms)
     for _ in range(1500):
         path, state = damaged(draw, draw.choice(forms))
-        with pytest.raises((ValueError, TypeError)) as caught:
-            loadable(state, here)
-            pytest.fail(f"damage at {path} was let through")
-        assert "this state" in str(caught.value), (path, caught.value)
-        assert len(str(caught.value)) < 900
+        message = refusal(state, here)
+        assert "this state" in message, (path, message)
+        assert len(message) < 900
     assert plain(forms) == before
     for form in forms:
         loadable(form, here)
@@ -380,8 +406,10 @@ class TestSimulations:
         draw = random.Random(1)
         for _ in range(300):
             bad = copy.deepcopy(good)
-            path = draw.choice([path for path in places(bad[1])])
-            bad[1] = with_changed(bad[1], path, missing if draw.random() < 0.5 else lambda _: draw.choice([None, -1, "x"]))
+            path = draw.choice(list(places(bad[1])))
+            bad[1] = with_changed(
+                bad[1], path, missing if draw.random() < 0.5 else lambda _: draw.choice([None, -1, "x"])
+            )
             if path[-2:-1] == ("recent",):
                 continue
             with pytest.raises(ValueError, match=r"state|worker"):

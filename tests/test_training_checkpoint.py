@@ -35,7 +35,8 @@ def test_a_checkpoint_brings_every_worker_back(tmp_path: Path, method: str) -> N
     engine = engine_after(3, method=method)
     expected, shared = state_of(engine), {"steps_done": 3, "weights": {"a": torch.randn(3)}}
     save_checkpoint(tmp_path, engine, shared)
-    assert sorted(file.name for file in (tmp_path / CURRENT).iterdir()) == ["rank-0.pt", "rank-1.pt", "shared.pt"]
+    files = sorted(file.name for file in (tmp_path / CURRENT).iterdir())
+    assert files == [f"{name}.{kind}" for name in ("rank-0", "rank-1", "shared") for kind in ("pt", "sha256")]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == [CURRENT]
     engine.gradients(3)
     other = engine_after(0, method=method)

@@ -40,8 +40,9 @@ def digest(tensors: Sequence[Tensor]) -> int:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
+    # at most 32 at a time, or the factors would move the highest ones out of the sum
+    kinds = {1: torch.uint8, 2: torch.int16}
+    return tensor.detach().reshape(-1).view(kinds.get(tensor.element_size(), torch.int32))
 
 
 def disagreement(step: int, digests: Sequence[int]) -> str:

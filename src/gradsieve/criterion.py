@@ -150,7 +150,13 @@ class Stepped(Rule):
         return state.threshold or control.initial_threshold(step.target)
 
     def observe(self, state: Stepping, step: Step, reduced: Reduced) -> Stepping:
-        return Stepping(control.stepped_threshold(self.early(state, step), reduced.support, step.target))
+        # where ranks that find nothing propose one entry each, that may be more than the target for ever
+        threshold = control.stepped_threshold(self.early(state, step), reduced.support, step.target)
+        return Stepping(min(control.HUGE, threshold))
+
+    def check(self, state: Stepping, setup: Setup) -> None:
+        if state.threshold > control.HUGE:
+            raise ValueError(f"threshold must be at most {control.HUGE:.3g}, not {state.threshold}")
 
 
 class Stages(NamedTuple):
@@ -180,6 +186,8 @@ class ExponentialFit(Rule):
         most = control.most_stages(1 / max(setup.numel, 1))
         if not 1 <= state.stages <= most:
             raise ValueError(f"stages must lie in 1 to {most}, not {state.stages}")
+        if state.proposed > control.STAGE_PERIOD * setup.numel:
+            raise ValueError(f"proposed must be at most {control.STAGE_PERIOD * setup.numel}, not {state.proposed}")
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class Watch(Bound):
         self._needed = [(name, parameter, parameter.requires_grad) for name, parameter in _managed(ddp_model)]
         self._may_freeze = bool(ddp_model.find_unused_parameters and not ddp_model.static_graph)
         self._has_forwarded = False
+        self._is_first_step = True
 
     def start(self) -> None:
         model = self._model()
@@ -173,8 +174,9 @@ class Watch(Bound):
                 "model anew and sparsify it"
             )
 
-    def before_step(self) -> None:
-        """Called on every rank at once, with the first bucket."""
+    def before_step(self, gather: Callable[[int], Sequence[int]]) -> None:
+        """Called on every rank at once, with the first bucket; `gather` gives the numbers of all ranks."""
+        is_first, self._is_first_step = self._is_first_step, False
         model = self._model()
         if model is None or not model._join_config.enable:
             return
@@ -183,10 +185,18 @@ class Watch(Bound):
                 "join(divide_by_initial_world_size=False) is for gradients that DDP itself averages, and a "
                 "communication hook divides by all ranks: use join() as it comes"
             )
-        if model.static_graph and not self._has_forwarded:
+        if model.static_graph and is_first:
+            self._check_all_began(model, gather)
+
+    def _check_all_began(self, model: DistributedDataParallel, gather: Callable[[int], Sequence[int]]) -> None:
+        if not self._has_forwarded:
+            # DDP forgets to, and the others would take the next message for this one
+            model._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
+        idle = [rank for rank, has_forwarded in enumerate(gather(int(self._has_forwarded))) if not has_forwarded]
+        if idle:
             raise RuntimeError(
-                "this rank has no input at all, and with static_graph=True join() must not begin before every rank "
-                "has done a step: give every rank a batch, or leave static_graph out"
+                f"rank {idle[0]} has no input at all, and with static_graph=True DDP cannot join() a rank before its "
+                "first step: give every rank a batch, or leave static_graph out"
             )
 
 

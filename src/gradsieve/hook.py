@@ -262,7 +262,7 @@ class Sieve(Bound):
         return allreduce_hook(self._group, bucket) if self._dense_step else _finished(bucket.buffer())
 
     def _begin(self) -> None:
-        self._watch.before_step()
+        self._watch.before_step(self._gather)
         # a step is dense or sparse as a whole, even if pause() is called while it runs
         self._dense_step = self._paused
         # of a step that an error in backward ended
@@ -331,9 +331,13 @@ class Sieve(Bound):
         every = self._options.check_agreement
         return every > 0 and not self._dense_step and (self._parts.step + 1) % every == 0
 
+    def _gather(self, number: int) -> list[int]:
+        """The numbers of all ranks."""
+        collectives = GroupCollectives(self._group, self._layout.sparse[0].parameter.device)
+        return [row[0] for row in run(collectives.gather_numbers([number]))]
+
     def _compare(self) -> None:
-        collectives = GroupCollectives(self._group, self._averaged[0].device)
-        digests = [row[0] for row in run(collectives.gather_numbers([digest(self._averaged)]))]
+        digests = self._gather(digest(self._averaged))
         self._averaged = []
         if len(set(digests)) > 1:
             raise AgreementError(disagreement(self._parts.step, digests))

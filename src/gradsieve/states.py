@@ -267,7 +267,7 @@ def _check_outline(state: Any) -> None:
     if not isinstance(form, str) or form not in _KEYS:
         raise ValueError(f"this state has the form {_short(form)}; known are {RANK!r} and {CONSOLIDATED!r}: {whole}")
     version = state.get("version", VERSION)
-    if version != VERSION or isinstance(version, (bool, float)):
+    if not _is_count(version) or version != VERSION:
         raise ValueError(
             f"this state was saved with version {_short(version)}, but here version is {VERSION}: "
             f"load it with the gradsieve that wrote it ({_short(state.get('package', 'before 0.2'))})"
@@ -427,8 +427,11 @@ def _check_parts(parts: Sequence[tuple[str, ...]], origin: Origin) -> None:
             )
     if len(set(parts)) != len(parts) or not parts:
         raise ValueError(f"this state has {len(parts)} parts, {len(set(parts))} of them different: it is damaged")
-    if origin.scope == "model" and (len(parts) != 1 or not set(whole) <= set(parts[0])):
-        raise ValueError("this state's scope is 'model', but its part is not the whole model: it is damaged")
+    left_out = sorted(set(whole).difference(*parts))
+    if left_out:
+        raise ValueError(f"this state's parts leave out {len(left_out)} parameters, the first is {left_out[0]!r}")
+    if origin.scope == "model" and len(parts) != 1:
+        raise ValueError(f"this state's scope is 'model', but it has {len(parts)} parts: it is damaged")
 
 
 def checked_learned(method: Method, setup: Setup, learned: Any) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
     checkpoint/shared.pt    model, optimizer, steps done, seconds elapsed
     checkpoint/rank-N.pt    residual and what the method learned, for each worker
+    checkpoint/*.sha256     the SHA-256 of each of them, as `sha256sum -c` reads it
+
+torch.load does not look at the checksums in a file, and takes one with a wrong bit for whole. So a file is loaded only
+if it is what was saved. Checkpoints of before there were sums have none at all, and are loaded without.
 
 A new one is written beside the old, flushed to the disk and put in its place by a rename, so that a kill at any time
 leaves a whole one. It may be loaded by another number of workers than saved it.
@@ -9,11 +13,12 @@ leaves a whole one. It may be loaded by another number of workers than saved it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -21,6 +26,9 @@ from gradsieve.runs import RunError
 from gradsieve.training.engine import Engine
 
 CURRENT, NEXT, LAST = "checkpoint", "checkpoint.partial", "checkpoint.last"
+
+_BLOCK = 1 << 20
+"""Bytes of a file that are read at a time."""
 
 
 def save_checkpoint(folder: Path, engine: Engine, shared: dict[str, Any]) -> None:
@@ -42,9 +50,28 @@ def save_checkpoint(folder: Path, engine: Engine, shared: dict[str, Any]) -> Non
 def _save(value: Any, path: Path) -> None:
     with path.open("wb") as file:
         torch.save(value, file)
-        file.flush()
-        # or the disk might hear of the rename before it hears of what was renamed
-        os.fsync(file.fileno())
+        _flush(file)
+    with _sum_file(path).open("wb") as file:
+        file.write(_sum_line(path))
+        _flush(file)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    # or the disk might hear of the rename before it hears of what was renamed
+    os.fsync(file.fileno())
+
+
+def _sum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sum_line(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return f"{digest.hexdigest()}  {path.name}\n".encode()
 
 
 def _flush_names(folder: Path) -> None:
@@ -98,7 +125,18 @@ def _worker_file(rank: int | str) -> str:
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        _check_sum(path)
+        state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch.load fails in many ways on a damaged file
         raise RunError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(state, dict):
+        raise RunError(f"{path} cannot be loaded: it holds a {type(state).__name__} and no state of a run")
     return state
+
+
+def _check_sum(path: Path) -> None:
+    if any(path.parent.glob(_sum_file(Path("*.pt")).name)) and _sum_file(path).read_bytes() != _sum_line(path):
+        raise ValueError(
+            f"it is not what was saved there, for its SHA-256 is not that in {_sum_file(path).name}; "
+            "start the run anew, or put a copy of the checkpoint in its place"
+        )
