@@ -233,7 +233,7 @@ def told(run: Run) -> list[dict[str, Any]]:
 
 def checkpoint(folder: Path) -> dict[str, Any]:
     """All that a run's checkpoint holds, by file and path in it; `elapsed` is a time."""
-    files = sorted((folder / "checkpoint").iterdir())
+    files = sorted((folder / "checkpoint").glob("*.pt"))
     return {
         name: value for file in files for name, value in leaves(torch.load(file), file.stem) if "elapsed" not in name
     }

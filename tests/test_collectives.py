@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet import Fleet
-from gradsieve.collectives import Collectives, GroupCollectives, LocalCollectives, TeamCollectives, lockstep, run
+from gradsieve.collectives import (
+    Collectives,
+    ExchangeError,
+    GroupCollectives,
+    LocalCollectives,
+    TeamCollectives,
+    lockstep,
+    run,
+)
 
 CPU = torch.device("cpu")
 Program = Callable[[Collectives], Coroutine[Any, Any, Any]]
@@ -396,6 +404,43 @@ def test_a_new_step_forgets_the_bytes_and_times_of_the_last() -> None:
     collectives.start_step()
     assert (collectives.wire_bytes, collectives.link_bytes, collectives.num_messages) == (0, 0, 0)
     assert collectives.watch.seconds() == {}
+
+
+class _Broken(GroupCollectives):
+    """Over a group that gives up."""
+
+    def __init__(self, error: Exception) -> None:
+        Collectives.__init__(self, 1, 4, CPU)
+        self._error = error
+
+    async def _all_gather(self, tensor: Tensor) -> Tensor:  # noqa: ARG002 - as of a group
+        raise self._error
+
+    async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
+        raise self._error
+
+
+def test_a_collective_that_is_given_up_is_named() -> None:
+    cause = RuntimeError("Connection closed by peer")
+    collectives = _Broken(cause)
+    collectives.start_step(17)
+    collectives.num_messages = 2
+    message = (
+        r"^rank 1 of 4 waited 0\.\d s in vain for the all-gather of the counts "
+        r"\(4,000 bytes, collective 3 of step 17\): "
+        r"another rank has died, hangs or is stopped\. See .* go on from the last checkpoint; .* longer timeout$"
+    )
+    with pytest.raises(ExchangeError, match=message) as caught:
+        run(collectives.all_gather(torch.zeros(1000), "counts"))
+    assert caught.value.__cause__ is cause
+    with pytest.raises(ExchangeError, match="broadcast of the indices from rank 2"):
+        run(collectives.broadcast(torch.zeros(3), 2, "indices"))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("another mistake")])
+def test_what_no_other_rank_has_to_do_with_is_told_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        run(_Broken(error).all_gather(torch.zeros(3)))
 
 
 def _in_subgroup() -> list[Any] | None:

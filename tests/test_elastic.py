@@ -18,9 +18,11 @@ import small_runs
 from command_line import MARK, call, complaint, finish, started, steps_logged, until
 from fleet import Fleet
 from gradsieve import METHODS
+from gradsieve.checks import UsageError
 from gradsieve.runs import read_run
 from gradsieve.training.checkpoint import load_checkpoint, save_checkpoint
 from gradsieve.training.processes import Processes
+from gradsieve.training.session import _check_beginning
 from gradsieve.training.virtual import Virtual
 from small_runs import plan
 
@@ -82,6 +84,20 @@ def test_a_checkpoint_of_other_processes_owes_the_same(tmp_path: Path, fleet2: F
     after = torch.stack(fleet2.run(_loaded, tmp_path)).mean(0)
     assert float(before.norm()) > 0
     torch.testing.assert_close(after, before, rtol=0, atol=1e-7)
+
+
+def _beginning(folder: Path) -> str:
+    try:
+        _check_beginning(folder, resume=torch.distributed.get_rank() == 1)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.faults
+def test_workers_that_do_not_see_the_same_folder_are_refused(tmp_path: Path, fleet2: Fleet) -> None:
+    for line in fleet2.run(_beginning, tmp_path):
+        assert line.startswith(f"of 2 workers those of ranks [1] alone see a checkpoint in {tmp_path}")
 
 
 def test_a_run_goes_on_at_the_same_place_in_its_epochs(tmp_path: Path) -> None:
@@ -240,8 +256,8 @@ elastic.main()
 """
 
 
-TARGET_ACCURACY = 0.5
-"""Of the example, in ten classes; never disturbed it comes to 0.6."""
+TARGET_ACCURACY = 0.65
+"""Of the example, in ten classes; undisturbed it comes to 0.76."""
 
 
 def last_step(folder: Path) -> int:
@@ -329,4 +345,4 @@ def test_the_command_line_gains_a_machine_and_loses_it_for_good(tmp_path: Path) 
     changes = [time for time in run.header["resumed"] if "to_world" in time]
     assert [(time["from_world"], time["to_world"]) for time in changes] == [(1, 2), (2, 1)]
     assert run.steps[-1]["epoch"] == 12
-    assert run.summary["eval/accuracy"] > 0.8
+    assert run.summary["eval/accuracy"] > 0.65

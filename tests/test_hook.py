@@ -594,21 +594,6 @@ def test_misuse_gets_an_error_that_says_what_to_do(fleet2: Fleet) -> None:
             assert messages[key].startswith(start), messages[key]
 
 
-def _sparse_embedding() -> str:
-    model = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
-    gradsieve.sparsify(model, make("micro"))
-    try:
-        model(torch.tensor([1, 2])).sum().backward()
-    except (TypeError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def test_sparse_gradients_are_refused(fleet2: Fleet) -> None:
-    for message in fleet2.run(_sparse_embedding):
-        assert "use sparse=False" in message
-
-
 REGRESSION_STEPS = 200
 
 

@@ -7,7 +7,7 @@ import gradsieve
 
 PUBLIC = {
     *("sparsify", "Sieve", "StepStats", "simulate", "Simulation", "Trace", "METHODS", "Method", "method"),
-    *("AgreementError", "NonFiniteError"),
+    *("AgreementError", "ExchangeError", "NonFiniteError"),
     *("dense", "topk", "randomk", "cltk", "hard_threshold", "sidco"),
     *("reshard", "consolidated", "Sharded"),
     *("deft", "dgc", "micro", "exdyna", "iwp", "union"),

@@ -45,10 +45,10 @@ def by_name(vector: Tensor) -> dict[str, Tensor]:
 
 def origin(variant: str, rank: int, world: int, **changed: Any) -> Origin:
     values = {"scope": "model", "shapes": SHAPES, "names": tuple(SHAPES), "dtype": torch.float32} | changed
-    return Origin(rank, world, toys.make(variant, 0.05), **values)
+    return Origin(rank, world, values.pop("method", toys.make(variant, 0.05)), **values)
 
 
-def saved(variant: str, world: int, steps: int = 5) -> list[dict[str, Any]]:
+def saved(variant: str, world: int, steps: int = 5, **changed: Any) -> list[dict[str, Any]]:
     """What the ranks of a run save."""
     found = []
     for rank, worker in enumerate(simulated(variant, world, steps).workers):
@@ -57,7 +57,9 @@ def saved(variant: str, world: int, steps: int = 5) -> list[dict[str, Any]]:
         velocities = by_name(vectors["velocity"]) if "velocity" in vectors else {}
         learned = {"step": worker.step, "seed": worker.seed, "parts": parts}
         found.append(
-            states.saved(origin(variant, rank, world), Vectors(learned, by_name(vectors["residual"]), velocities))
+            states.saved(
+                origin(variant, rank, world, **changed), Vectors(learned, by_name(vectors["residual"]), velocities)
+            )
         )
     return found
 
@@ -156,9 +158,7 @@ class TestReshard:
                 gradsieve.reshard(old, world)  # type: ignore[arg-type]
 
     def test_a_world_that_the_method_does_not_fit_is_refused(self) -> None:
-        old = saved("iwp", 3)
-        for state in old:
-            state["method"] = repr(gradsieve.iwp(density=0.05, num_broadcasters=3))
+        old = saved("iwp", 3, method=gradsieve.iwp(density=0.05, num_broadcasters=3))
         with pytest.raises(ValueError, match="num_broadcasters=3, but there are only 2 ranks"):
             gradsieve.reshard(old, 2)
 
@@ -217,6 +217,8 @@ class TestRefusals:
     def test_numbers_that_are_not_finite_are_refused_unless_they_may_be_there(self) -> None:
         state = saved("dgc", 2)[0]
         state["velocities"]["third"][0, 0] = float("nan")
+        vectors = Vectors(state["learned"], state["residuals"], state["velocities"])
+        state = states.saved(origin("dgc", 0, 2), vectors)
         with pytest.raises(ValueError, match=r"velocities of 'third' are not all finite: go on from an earlier"):
             loadable(state, origin("dgc", 0, 2))
         loadable(state, origin("dgc", 0, 2, finite=False))
@@ -331,9 +333,34 @@ def test_damaged_states_are_refused_with_a_clear_message(variant: str) -> None:
         message = refusal(state, here)
         assert "this state" in message, (path, message)
         assert len(message) < 900
+        # what was wrong is told; the digest is for what looks right
+        assert "digest is not" not in message, path
     assert plain(forms) == before
     for form in forms:
         loadable(form, here)
+
+
+@pytest.mark.parametrize("form", ["rank", "consolidated"])
+def test_what_looks_right_and_is_not_is_refused_by_its_digest(form: str) -> None:
+    good = saved("dgc", 3)
+    state = good[1] if form == "rank" else gradsieve.consolidated(good)
+    here = origin("dgc", 1, 3)
+    loadable(state, here)
+    learned, residuals = state["learned"], state["residuals"]
+    bit = residuals["first"].clone()
+    bit.view(torch.int32)[3, 4] ^= 1
+    changes: list[dict[str, Any]] = [
+        {"residuals": residuals | {"first": bit}},
+        {"residuals": residuals | {"third": good[2]["residuals"]["third"]}},
+        {"residuals": good[2]["residuals"], "velocities": good[2]["velocities"]},
+        {"residuals": good[2]["residuals"], "velocities": good[2]["velocities"], "digest": good[2]["digest"]},
+        {"velocities": residuals, "residuals": state["velocities"]},
+        {"learned": learned | {"step": 6}},
+        {"package": "9.9"},
+        {"digest": "0" * 64},
+    ]
+    for change in changes:
+        assert "digest is not that of what is in it" in refusal(state | change, here)
 
 
 class TestBlocks:

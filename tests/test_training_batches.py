@@ -90,6 +90,12 @@ def test_the_number_of_workers_does_not_change_which_examples_a_step_sees(world:
     assert order(5, 3, world) == order(5, 3, 1)
 
 
+def test_a_shift_is_added_to_the_number_of_a_step() -> None:
+    shifted, plain = (Batches(small_runs.task, 12, 2, 0, CPU) for _ in range(2))
+    shifted.shift = 7
+    assert torch.equal(shifted.take(6, 0, 2).inputs, plain.take(13, 0, 2).inputs)
+
+
 def test_the_augmentation_of_an_example_differs_between_epochs() -> None:
     still = replace(small_runs.task, train=Examples(torch.zeros(24, 12), torch.zeros(24)))
     batches = Batches(still, 12, 2, 0, CPU)

@@ -215,6 +215,25 @@ def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(
     assert [step for step in range(1, found.total_steps + 1) if found.saves_after(step)] == expected
 
 
+@pytest.mark.parametrize(("steps_per_epoch", "shift"), [(10, 0), (20, -8), (5, 15), (7, 6)])
+def test_a_plan_goes_on_at_the_same_place_in_the_epochs(steps_per_epoch: int, shift: int) -> None:
+    """After 15 steps of epochs that had so many."""
+    found = plan().going_on(15, 15, steps_per_epoch)
+    assert (found.shift, found.place(15)) == (shift, 15 + shift)
+    assert found.epoch(15) <= 15 / steps_per_epoch < found.epoch(16)
+    assert found.total_steps == 30 - shift
+    assert found.epoch(found.total_steps) == 3
+    assert found.learning_rate(16) == plan().learning_rate(16 + shift)
+    judged = [step for step in range(15, found.total_steps + 1) if found.evaluates_after(step)]
+    assert judged == [step - shift for step in (10, 20, 30) if step - shift >= 15]
+
+
+def test_a_plan_that_has_gone_on_goes_on_again() -> None:
+    once = plan().going_on(15, 15, 20)
+    assert once.going_on(20, once.place(20), once.steps_per_epoch) == once
+    assert once.going_on(20, 12, 10).place(20) == 12
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [

@@ -4,6 +4,7 @@ sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))
 """
 
 from gradsieve.agreement import AgreementError
+from gradsieve.collectives import ExchangeError
 from gradsieve.hook import Sieve, sparsify
 from gradsieve.methods import (
     METHODS,
@@ -32,6 +33,7 @@ from gradsieve.version import __version__ as __version__
 __all__ = [
     "METHODS",
     "AgreementError",
+    "ExchangeError",
     "Method",
     "NonFiniteError",
     "Sharded",

@@ -103,10 +103,7 @@ def _check_devices(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 def _check_reduced(ddp_model: DistributedDataParallel) -> None:
     """Does DDP average what is to be sparsified, and nothing else?"""
-    # the one way to ask; its buffers are gone before the residual, of the same size, is made
-    buckets = ddp_model.reducer._get_zeros_like_grad_buckets()
-    reduced = {parameter for bucket in buckets for parameter in bucket.parameters()}
-    wanted = trainable(ddp_model)
+    reduced, wanted = _reduced(ddp_model), trainable(ddp_model)
     late = [name for name, parameter in wanted if parameter not in reduced]
     gone = reduced - {parameter for _, parameter in wanted}
     if late:
@@ -120,6 +117,19 @@ def _check_reduced(ddp_model: DistributedDataParallel) -> None:
             f"DDP waits for gradients of {_some(names) or 'parameters that left the model'}, frozen since it was "
             "made or named among those to ignore: freeze parameters before wrapping the model"
         )
+
+
+def _reduced(ddp_model: DistributedDataParallel) -> set[Tensor]:
+    """The parameters that DDP averages."""
+    try:
+        # the one way to ask; its buffers are gone before the residual, of the same size, is made
+        buckets = ddp_model.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError as error:
+        raise TypeError(
+            "gradsieve cannot take sparse gradients, and a layer of this model had sparse=True when it was wrapped: "
+            "wrap it with sparse=False"
+        ) from error
+    return {parameter for bucket in buckets for parameter in bucket.parameters()}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -160,16 +170,17 @@ class Watch(Bound):
             self._check_frozen()
 
     def _check_frozen(self) -> None:
-        changed = [each for each in self._needed if each[1].requires_grad != each[2]]
-        thawed = [name for name, _, needed in changed if not needed]
+        thawed = [name for name, parameter, needed in self._needed if parameter.requires_grad and not needed]
+        frozen = [name for name, parameter, needed in self._needed if needed and not parameter.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"{_some(thawed)} needs a gradient since the model was wrapped, and DDP never averages it: ranks would "
                 "drift apart; wrap the model anew and sparsify it, load_state_dict() brings the residual of the rest"
             )
-        if changed and not self._may_freeze:
+        # in a pass that trains nothing of the model (a critic's in the generator's step) DDP waits for nothing
+        if frozen and not self._may_freeze and any(parameter.requires_grad for _, parameter, _ in self._needed):
             raise RuntimeError(
-                f"{_some([name for name, *_ in changed])} was frozen since the model was wrapped, and DDP waits for "
+                f"{_some(frozen)} was frozen since the model was wrapped, and DDP waits for "
                 "its gradient: wrap with find_unused_parameters=True to freeze parameters for a while, or wrap the "
                 "model anew and sparsify it"
             )

@@ -275,11 +275,6 @@ class Sieve(Bound):
             self._parts.begin(1.0 if scaler is None else scaler.get_scale())
 
     def _take(self, bucket: GradBucket) -> None:
-        if bucket.buffer().is_sparse:
-            raise TypeError(
-                "gradsieve cannot take sparse gradients (nn.Embedding(sparse=True)): use sparse=False, "
-                "or leave the layer out of DDP"
-            )
         parameters = bucket.parameters()
         by_bucket = self.scope == "bucket"
         part = self._parts.of(self._layout.names_of(parameters) if by_bucket else self._layout.names)

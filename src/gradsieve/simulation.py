@@ -18,7 +18,7 @@ from gradsieve.methods import Method
 from gradsieve.pipeline import PendingStats, Team, Worker
 from gradsieve.residual import Residual
 from gradsieve.rounding import wire_dtype
-from gradsieve.states import checked_learned, mixed, resized_learned, weights
+from gradsieve.states import checked_learned, encoded, mixed, resized_learned, weights
 from gradsieve.types import Reduced, Setup, StepStats
 
 Shapes = Sequence[int | Sequence[int]]
@@ -200,6 +200,9 @@ class Simulation:
                 f"a simulation of {len(states)} workers, whose resized({len(self.workers)}) is one of as many as here"
             )
         checked = [self._checked(worker, state) for worker, state in zip(self.workers, states, strict=True)]
+        for rank, state in enumerate(checked):
+            if encoded(state["learned"]) != encoded(checked[0]["learned"]):
+                raise ValueError(f"workers 0 and {rank} learned different things: give states that were saved together")
         for worker, state in zip(self.workers, checked, strict=True):
             worker.load_state_dict(state["learned"])
             for name, vector in worker.residual.named():
@@ -215,8 +218,8 @@ class Simulation:
             raise ValueError(f"a worker's state must have learned, {', '.join(vectors)}, not {came}")
         for name, vector in vectors.items():
             given = state[name]
-            if not isinstance(given, Tensor) or given.shape != vector.shape or not given.is_floating_point():
-                raise ValueError(f"a worker's {name} must be {len(vector)} floating-point numbers in a flat tensor")
+            if not _is_like(given, vector):
+                raise ValueError(f"a worker's {name} must be a flat tensor of {len(vector)} numbers of {vector.dtype}")
         return {**state, "learned": checked_learned(self.method, worker.setup, state["learned"])}
 
     def resized(self, world: int) -> Simulation:
@@ -334,6 +337,12 @@ def _each(parameters: Tensor | Iterable[Tensor] | None) -> Iterator[Tensor]:
 def _copied(gradients: Tensor) -> Tensor:
     """Row by row."""
     return gradients.clone(memory_format=torch.contiguous_format)
+
+
+def _is_like(given: Any, vector: Tensor) -> bool:
+    if not isinstance(given, Tensor) or given.layout != torch.strided or given.is_meta:
+        return False
+    return (given.shape, given.dtype) == (vector.shape, vector.dtype)
 
 
 def bounds_of(shapes: Shapes | None, numel: int) -> tuple[int, ...]:

@@ -5,10 +5,16 @@ What a run still owes the model is the mean over ranks of what each has not sent
 share out the same line, each an equal stretch of it, and a new rank takes the mean of the old residuals over its own
 stretch: so the mean over the new ranks is that over the old ones. In the consolidated form every rank has the mean
 itself, which fits any world.
+
+[Note: a state is one piece]
+A state that is put together from several ranks' would lose a part of what was not sent, and look whole. DCP does that
+to what all ranks hold under equal keys: it keeps some of one rank, some of another. So a state has a digest of all that
+is in it, its rank included.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +26,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from gradsieve.agreement import digest
 from gradsieve.methods import Method, method_of
 from gradsieve.pipeline import Learned
 from gradsieve.types import Setup
@@ -29,7 +36,7 @@ VERSION = 3
 RANK, CONSOLIDATED = "rank", "consolidated"
 KINDS = ("residuals", "velocities")
 
-_COMMON = ("version", "form", "package", "world", "method", "scope", "parameters", "learned", *KINDS)
+_COMMON = ("version", "form", "package", "world", "method", "scope", "parameters", "learned", *KINDS, "digest")
 _KEYS = {RANK: {*_COMMON, "rank"}, CONSOLIDATED: {*_COMMON}}
 _SCOPES = ("model", "bucket")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -73,24 +80,34 @@ def kinds(origin: Origin) -> tuple[str, ...]:
 
 def saved(origin: Origin, vectors: Vectors) -> dict[str, Any]:
     """The state of one rank."""
-    return {
+    return _sealed({"form": RANK, "rank": origin.rank}, origin, vectors)
+
+
+def saved_consolidated(origin: Origin, vectors: Vectors) -> dict[str, Any]:
+    """The state that stands for all ranks, with the means over them as vectors."""
+    return _sealed({"form": CONSOLIDATED}, origin, vectors)
+
+
+def _sealed(form: dict[str, Any], origin: Origin, vectors: Vectors) -> dict[str, Any]:
+    state = {
         "version": VERSION,
-        "form": RANK,
+        **form,
         "package": __version__,
-        "rank": origin.rank,
         "world": origin.world,
         "method": repr(origin.method),
         "scope": origin.scope,
         "parameters": {name: list(shape) for name, shape in origin.shapes.items()},
         **vectors._asdict(),
     }
+    return state | {"digest": _digest(state, vectors)}
 
 
-def saved_consolidated(origin: Origin, vectors: Vectors) -> dict[str, Any]:
-    """The state that stands for all ranks, with the means over them as vectors."""
-    state = saved(origin, vectors) | {"form": CONSOLIDATED}
-    del state["rank"]
-    return state
+def _digest(state: State, vectors: Vectors) -> str:
+    """Of all that is in a state: see [Note: a state is one piece]."""
+    tensors = [vector for kind in KINDS for _, vector in sorted(getattr(vectors, kind).items())]
+    plain = {key: value for key, value in state.items() if key not in (*KINDS, "digest")}
+    text = encoded([plain | {"learned": vectors.learned}, digest(tensors)])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def loadable(state: State, here: Origin) -> Vectors:
@@ -284,7 +301,12 @@ def _check_outline(state: Any) -> None:
 def _check_origin(state: State) -> None:
     _check_count("this state's world", state["world"], at_least=1)
     _check_count("this state's rank", state.get("rank", 0), at_least=0)
-    for key, pattern in (("package", r"\d+(\.\w+)+\S*"), ("method", r"\w*\(.*\)"), ("scope", "|".join(_SCOPES))):
+    for key, pattern in (
+        ("package", r"\d+(\.\w+)+\S*"),
+        ("digest", "[0-9a-f]{64}"),
+        ("method", r"\w*\(.*\)"),
+        ("scope", "|".join(_SCOPES)),
+    ):
         if not isinstance(state[key], str) or not re.fullmatch(pattern, state[key], re.ASCII):
             raise ValueError(f"this state's {key} is {_short(state[key])}, which is none: the state is damaged")
     if not isinstance(state["parameters"], Mapping) or not state["parameters"]:
@@ -355,7 +377,13 @@ def _checked(state: State, origin: Origin) -> Vectors:
         raise ValueError(f"this state's rank is {state['rank']}, but ranks of {state['world']} are below that")
     expected = {kind: origin.shapes if kind in kinds(origin) else {} for kind in KINDS}
     vectors = {kind: _checked_tensors(kind, state[kind], shapes, origin) for kind, shapes in expected.items()}
-    return Vectors(_checked_learned(state["learned"], origin, state["world"]), **vectors)
+    checked = Vectors(_checked_learned(state["learned"], origin, state["world"]), **vectors)
+    if state["digest"] != _digest(state, checked):
+        raise ValueError(
+            "this state's digest is not that of what is in it: it was damaged, changed, or put together from those of "
+            "several ranks, as torch.distributed.checkpoint does unless it is given gradsieve.Sharded(sieve)"
+        )
+    return checked
 
 
 def _checked_tensors(kind: str, tensors: Any, shapes: Shapes, origin: Origin) -> dict[str, Tensor]:
@@ -373,8 +401,8 @@ def _checked_tensors(kind: str, tensors: Any, shapes: Shapes, origin: Origin) ->
         _check_dtype(f"this state's {kind} of {name!r}", tensor.dtype, origin.dtype)
         if origin.finite and not bool(tensor.isfinite().all()):
             raise ValueError(
-                f"this state's {kind} of {name!r} are not all finite: go on from an earlier checkpoint, or put zeros "
-                "in their place with torch.nan_to_num"
+                f"this state's {kind} of {name!r} are not all finite: go on from an earlier checkpoint, or give "
+                "sparsify on_nonfinite='propagate'"
             )
     return {name: tensors[name].detach() for name in shapes}
 
@@ -517,7 +545,7 @@ def encoded(plain: Any) -> str:
         assert value.dtype == torch.int64
         return {_INTEGERS: value.tolist()}
 
-    return json.dumps(plain, default=tensor, allow_nan=False)
+    return json.dumps(plain, default=tensor, sort_keys=True)
 
 
 def decoded(text: str) -> Any:

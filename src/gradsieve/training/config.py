@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest
+from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest, shown
 from gradsieve.hook import Scope
 from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
 
@@ -27,13 +28,12 @@ def _one_of(kind: Any) -> Check:
     return partial(check_choice, valid=get_args(kind))
 
 
-def _check_seed(name: str, value: int) -> None:
-    check_whole(name, value, at_least=0)
-    check_number(name, value, below=2**63)
-
-
 _POSITIVE = partial(check_number, above=0)
 _NOT_NEGATIVE = partial(check_number, at_least=0)
+# longer ones overflow the clocks of process groups
+_SECONDS = partial(check_number, above=0, below=1e9)
+# in steps it is a whole number
+_EPOCHS = partial(check_number, at_least=0, below=1e15)
 _COUNT = partial(check_whole, at_least=1)
 _COUNT_OR_NONE = partial(check_whole, at_least=0)
 
@@ -58,8 +58,8 @@ class TrainConfig:
     virtual: int | None = _option(None, "Workers that share this process and device, in place of processes.", _COUNT)
     device: str | None = _option(None, "cpu, cuda or cuda:N. Default: cuda if there is one.")
     backend: str | None = _option(None, "Process group: gloo or nccl. Default: by device.")
-    timeout: float = _option(1800.0, "Seconds that a worker waits for the others before the run fails.", _POSITIVE)
-    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _check_seed)
+    timeout: float = _option(1800.0, "Seconds that a worker waits for the others before the run fails.", _SECONDS)
+    seed: int = _option(0, "Seed of weights, order, augmentation and random methods.", _COUNT_OR_NONE)
     batch_size: int | None = _option(None, "Examples per worker and step.", _COUNT)
     epochs: int | None = _option(None, "Epochs; the learning rate follows them.", _COUNT)
     steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.", _COUNT)
@@ -81,7 +81,7 @@ class TrainConfig:
         "model", "What is exchanged as one: the model, or each bucket while backward goes on.", _one_of(Scope)
     )
     wire: Wire = _option("float32", "What sparsified values travel as: float32 or bfloat16.", _one_of(Wire))
-    eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.", _NOT_NEGATIVE)
+    eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.", _EPOCHS)
     eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.", _COUNT)
     checkpoint_every: int | None = _option(
         None, "Steps between checkpoints; 0: none at all. Default: an epoch's.", _COUNT_OR_NONE
@@ -146,7 +146,8 @@ def _literal(node: ast.expr, expression: str) -> Any:
 
 
 def _not_a_method(expression: str) -> UsageError:
-    return UsageError(f"{expression!r} is not a method: write a name ({', '.join(METHODS)}) or name(option=value, ...)")
+    valid = f"a name ({', '.join(METHODS)}) or name(option=value, ...)"
+    return UsageError(f"{shown(expression)} is not a method: write {valid}")
 
 
 def method_label(made: Method) -> str:
@@ -188,10 +189,11 @@ def convert(name: str, value: Any, wanted: Any, source: str) -> Any:
         elif kind is Path and isinstance(value, (str, Path)):
             return Path(value)
         elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            # one that no float can be is left to the option's own check
+            return float(value) if abs(value) <= sys.float_info.max else value
         elif kind in (bool, int, str) and type(value) is kind:
             return value
-    raise UsageError(f"{source}: {name} must be {_described(wanted)}, not {value!r}")
+    raise UsageError(f"{source}: {name} must be {_described(wanted)}, not {shown(value)}")
 
 
 def _alternatives(wanted: Any) -> list[Any]:

@@ -139,4 +139,7 @@ def default_device() -> str:
 
 
 def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().resolve()
+    try:
+        return None if path is None else path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a letter that no name has
+        raise UsageError(f"{str(path)!r} is no path: {error}") from error

@@ -15,7 +15,7 @@ from gradsieve.checks import UsageError
 from gradsieve.runs import RunError, is_run, read_run
 from gradsieve.tasks import Task, build_model
 from gradsieve.training.checkpoint import checkpoint_of
-from gradsieve.training.config import TrainConfig, from_mapping, make_method
+from gradsieve.training.config import TrainConfig, from_mapping, make_method, parse_method
 from gradsieve.training.folder import make_writable, new_folder
 from gradsieve.training.launch import launch
 from gradsieve.training.place import Place, find_place, meeting_point
@@ -79,14 +79,16 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
                 f"it can change: {', '.join(sorted(MAY_CHANGE))}"
             )
     make_writable(folder)
-    return from_mapping(TrainConfig, stored | dict(changes), str(folder))
+    new = {name: value for name, value in changes.items() if name in MAY_CHANGE}
+    return from_mapping(TrainConfig, stored | new, str(folder))
 
 
 def _may_become(name: str, value: Any, stored: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     if value == stored.get(name):
         return True
     if name == "method":
-        density = changes.get("density")
+        _, options = parse_method(value)
+        density = None if "density" in options else changes.get("density", stored["density"])
         return make_method(value, density) == make_method(stored["method"], stored["density"])
     # the states of the two kinds of workers are not alike
     other = {"workers": "virtual", "virtual": "workers"}.get(name)

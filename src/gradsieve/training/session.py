@@ -82,6 +82,8 @@ def carry_out(order: Order, seat: Seat, sinks: list[Sink], interruption: Interru
     device = _device(plan.config, seat)
     with _process_group(plan.config, seat):
         folder = order.folder or _agreed_folder(plan, seat)
+        if plan.config.virtual is None:
+            _check_beginning(folder, resume=order.resume)
         recorder = _recorder(plan.config, folder, sinks) if seat.rank == 0 else None
         status = _train(plan, device, folder, recorder, interruption, resume=order.resume)
     return Ended(folder, status)
@@ -173,6 +175,18 @@ def _agreed_folder(plan: Plan, seat: Seat) -> Path:
     if not isinstance(answer[0], Path):
         raise UsageError(str(answer[0]))
     return answer[0]
+
+
+def _check_beginning(folder: Path, *, resume: bool) -> None:
+    """Refuse a run that some workers find a checkpoint of and others do not."""
+    answers = [False] * dist.get_world_size()
+    dist.all_gather_object(answers, resume)
+    if len(set(answers)) > 1:
+        found = [rank for rank, answer in enumerate(answers) if answer]
+        raise UsageError(
+            f"of {len(answers)} workers those of ranks {found} alone see a checkpoint in {folder}: "
+            "put it on storage that all machines share"
+        )
 
 
 def _recorder(config: TrainConfig, folder: Path, sinks: list[Sink]) -> Recorder:
