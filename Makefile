@@ -20,7 +20,7 @@ test-slow: setup  ## the full matrices: most of an hour on two cores
 	$(BIN)/pytest -m slow
 
 test-faults: setup  ## workers killed and stopped, again and again, and elastic jobs: minutes on two cores
-	$(BIN)/pytest tests/test_faults.py tests/test_elastic.py
+	$(BIN)/pytest -n auto --dist loadfile -m faults
 
 test-gpu:  ## on a machine with CUDA, in an environment of your own
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests

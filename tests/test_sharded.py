@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
@@ -32,7 +33,7 @@ def _save(folder: str) -> dict[str, list[Tensor]]:
     for variant, scope in RUNS.items():
         model, sieve = sparsified(make(variant, DENSITY), ddp=NEVER_REBUILT, scope=scope)
         averaged(model, 3)
-        dcp.save({"model": model.state_dict(), "sieve": Sharded(sieve)}, checkpoint_id=f"{folder}/{variant}")
+        save({"model": model.state_dict(), "sieve": Sharded(sieve)}, checkpoint_id=f"{folder}/{variant}")
         torch.save(sieve.state_dict(), f"{folder}/{variant}-{dist.get_rank()}.pt")
         found[variant] = averaged(model, 3, first=3)
     return found
@@ -44,7 +45,7 @@ def _load(folder: str) -> dict[str, tuple[Tensor, list[Tensor]]]:
     for variant, scope in RUNS.items():
         model, sieve = sparsified(make(variant, DENSITY), ddp=NEVER_REBUILT, scope=scope)
         path = f"{folder}/{variant}"
-        dcp.load({"model": model.state_dict(), "sieve": Sharded(sieve, checkpoint=path)}, checkpoint_id=path)
+        load({"model": model.state_dict(), "sieve": Sharded(sieve, checkpoint=path)}, checkpoint_id=path)
         found[variant] = unsent(sieve), averaged(model, 3, first=3)
     return found
 
@@ -98,7 +99,7 @@ def test_a_rank_reads_only_what_it_needs(fleets: Callable[[int], Fleet], tmp_pat
 
 def _without_checkpoint(folder: str) -> bool:
     _, sieve = sparsified(make("union", DENSITY), ddp=NEVER_REBUILT)
-    dcp.load({"sieve": Sharded(sieve)}, checkpoint_id=f"{folder}/union")
+    load({"sieve": Sharded(sieve)}, checkpoint_id=f"{folder}/union")
     state = torch.load(f"{folder}/union-{dist.get_rank()}.pt", weights_only=True)
     return bool(plain(sieve.state_dict()) == plain(state))
 
@@ -112,11 +113,11 @@ def _direct(folder: str) -> tuple[str, bool]:
     """What a bare sieve says to its checkpoint, and whether it is as it was before."""
     model, sieve = sparsified(make("micro", DENSITY), ddp=NEVER_REBUILT)
     averaged(model, 3)
-    dcp.save({"sieve": sieve}, checkpoint_id=folder)
+    save({"sieve": sieve}, checkpoint_id=folder)
     _, other = sparsified(make("micro", DENSITY), ddp=NEVER_REBUILT)
     before = plain(other.state_dict())
     try:
-        dcp.load({"sieve": other}, checkpoint_id=folder)
+        load({"sieve": other}, checkpoint_id=folder)
     except ValueError as error:
         return str(error), plain(other.state_dict()) == before
     return "", torch.equal(unsent(other), unsent(sieve))
@@ -139,7 +140,7 @@ def _refused(folder: str) -> dict[str, str]:
     _, sieve = sparsified(make("union", DENSITY))
     _, with_momentum = sparsified(make("dgc", DENSITY))
     smaller = gradsieve.sparsify(DistributedDataParallel(nn.Linear(3, 3)), make("union", DENSITY))
-    dcp.save({"model": sieve.residuals()}, checkpoint_id=f"{folder}/foreign")
+    save({"model": sieve.residuals()}, checkpoint_id=f"{folder}/foreign")
     if dist.get_rank() == 0:
         (Path(folder) / "damaged").mkdir()
         (Path(folder) / "damaged" / ".metadata").write_bytes(b"no metadata")
@@ -155,7 +156,7 @@ def _refused(folder: str) -> dict[str, str]:
     for key, (loading, name) in cases.items():
         path = f"{folder}/{name}"
         with pytest.raises(ValueError, match=name) as caught:
-            dcp.load({"sieve": Sharded(loading, checkpoint=path)}, checkpoint_id=path)
+            load({"sieve": Sharded(loading, checkpoint=path)}, checkpoint_id=path)
         messages[key] = str(caught.value)
     return messages
 
@@ -164,7 +165,7 @@ def _refused_after_reading(folder: str) -> str:
     _, sieve = sparsified(make("topk", DENSITY))
     path = f"{folder}/union"
     with pytest.raises(ValueError, match="this state") as caught:
-        dcp.load({"sieve": Sharded(sieve, checkpoint=path)}, checkpoint_id=path)
+        load({"sieve": Sharded(sieve, checkpoint=path)}, checkpoint_id=path)
     return str(caught.value)
 
 

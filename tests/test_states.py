@@ -39,12 +39,17 @@ def by_name(vector: Tensor) -> dict[str, Tensor]:
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     return {
         name: part.reshape(shape).clone()
-        for (name, shape), part in zip(SHAPES.items(), vector.split(sizes), strict=True)
+        for (name, shape), part in zip(SHAPES.items(), torch.split(vector, sizes), strict=True)
     }
 
 
 def origin(variant: str, rank: int, world: int, **changed: Any) -> Origin:
-    values = {"scope": "model", "shapes": SHAPES, "names": tuple(SHAPES), "dtype": torch.float32} | changed
+    values: dict[str, Any] = {
+        "scope": "model",
+        "shapes": SHAPES,
+        "names": tuple(SHAPES),
+        "dtype": torch.float32,
+    } | changed
     return Origin(rank, world, values.pop("method", toys.make(variant, 0.05)), **values)
 
 
@@ -150,9 +155,10 @@ class TestReshard:
         for given, message in refused:
             with pytest.raises(ValueError, match=message):
                 gradsieve.reshard(given, 2)
-        for nothing in ([], old[0], None):
+        nothings: list[Any] = [[], old[0], None]
+        for nothing in nothings:
             with pytest.raises(TypeError, match="states must be a list"):
-                gradsieve.reshard(nothing, 2)  # type: ignore[arg-type]
+                gradsieve.reshard(nothing, 2)
         for world in (0, -1, 1.5, True):
             with pytest.raises(ValueError, match="world must be a whole number of at least 1"):
                 gradsieve.reshard(old, world)  # type: ignore[arg-type]
@@ -310,7 +316,7 @@ def damaged(draw: random.Random, state: dict[str, Any]) -> tuple[tuple[Any, ...]
     if kind < 0.3 and path[-2:-1] != ("recent",):
         return path, with_changed(state, path, missing)
     if kind < 0.4:
-        return ("more",), state | {draw.choice(["more", "Rank", 7]): 1}
+        return ("more",), {**state, draw.choice(["more", "Rank", "state dict"]): 1}
     return path, with_changed(state, path, lambda value: damages(draw, value))
 
 

@@ -96,7 +96,7 @@ def test_the_same_method_may_be_written_in_another_way(done: Path) -> None:
     same = resumed_config(done, {})
     same_again: list[dict[str, Any]] = [
         {"method": "micro(density=0.1)"},
-        {"method": "micro(ceiling=2.0)", "density": 0.1},
+        {"method": "micro()", "density": 0.1},
         {"method": "micro(control=adaptive)"},
     ]
     for said in same_again:

@@ -309,6 +309,8 @@ class Sieve(Bound):
         self._pending = [part.finish() for part in self._ended]
         if self._compares:
             self._compare()
+        for part in self._ended:
+            part.put_back()
         self._parts.step += 1
 
     def _skip(self, faults: Mapping[int, str]) -> None:

@@ -80,10 +80,15 @@ class Part:
         unapplied = self._unapplied(told)
         reduced = self._reduced._replace(dense=told[: self.layout.dense_numel])
         pending = self.worker.finish(reduced, unapplied, self._gradients)
-        for span in unapplied:
-            copy_all(self._aside.get(span, []))
-        self._gradients, self._aside, self._reduced = [], {}, None
+        self._aside = {span: kept for span, kept in self._aside.items() if span in unapplied}
+        self._gradients, self._reduced = [], None
         return pending
+
+    def put_back(self) -> None:
+        """After `finish`: make what no rank used what it was, which need not be the same on all ranks."""
+        for kept in self._aside.values():
+            copy_all(kept)
+        self._aside = {}
 
     def give_up(self, filling: float) -> None:
         """Leave the step out: the residual as it was before, the gradients filled."""

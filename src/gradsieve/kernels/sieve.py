@@ -165,16 +165,16 @@ def _sieve(
     number = 0
     word = tl.arange(0, BLOCK // 32)
     bit = tl.arange(0, 32)
-    largest = tl.zeros([BLOCK], dtype=tl.int32)
     for begin in range(0, length, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         target = acc + flat + place
         taken = load_block(fed, begin, length, BLOCK)
+        kept = load_block(acc + flat, begin, length, BLOCK)
         if CHECK:
             sizes = taken.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = tl.maximum(largest, sizes)
-            taken = tl.where(sizes < _INFINITE, taken, 0.0)
-        kept = load_block(acc + flat, begin, length, BLOCK)
+            if tl.max(sizes) >= _INFINITE:
+                taken = tl.where(sizes < _INFINITE, taken, 0.0)
+                tl.atomic_max(faults + row, tl.load(slots + tile) + 1)
         if gradient.dtype.element_ty == tl.float64:
             total = (kept.to(tl.float64) + taken).to(acc.dtype.element_ty)
         else:
@@ -213,9 +213,6 @@ def _sieve(
                         into += 1
                         words ^= lowest
                 number += tl.sum(in_word)
-    if CHECK:
-        if tl.max(largest) >= _INFINITE:
-            tl.atomic_max(faults + row, tl.load(slots + tile) + 1)
     if COLLECT:
         tl.store(tile_places + row * num_tiles + tile, fed.to(tl.int64))
         tl.store(tile_counts + row * num_tiles + tile, number)

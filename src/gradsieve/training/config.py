@@ -170,7 +170,7 @@ def from_mapping(config: type[TrainConfig], values: Mapping[str, Any], source: s
     known = option_types(config)
     for key in values:
         if key not in known:
-            raise UsageError(f"{source}: there is no option {key!r}; {nearest(key, known)}")
+            raise UsageError(f"{source}: there is no option {shown(key)}; {nearest(key, known)}")
     converted = {key: convert(key, value, known[key], source) for key, value in values.items()}
     try:
         return config(**converted)
