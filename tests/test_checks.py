@@ -38,6 +38,10 @@ def test_what_is_allowed_passes(check: Callable[[], Any]) -> None:
         (lambda: check_number("x", 1, at_least=0, below=1), ValueError, "x must be at least 0 and below 1, not 1"),
         (lambda: check_number("x", math.nan, at_least=0), ValueError, "x must be at least 0, not nan"),
         (lambda: check_number("x", math.inf), ValueError, "x must be finite, not inf"),
+        (lambda: check_number("x", 10**309, above=0), ValueError, "x must be a number of at most 1.8e+308 either way"),
+        (lambda: check_whole("x", 2**63, at_least=0), ValueError, f"x must be below {2**63}, not {2**63}"),
+        (lambda: check_whole("x", -(16**5000), at_least=0), ValueError, "not something very large of type int"),
+        (lambda: check_fraction("x", 10**300), ValueError, f"x must lie in (0, 1], not 1{'0' * 196}...: 0.01"),
         (lambda: check_choice("x", "c", ("a", "b")), ValueError, "x must be one of 'a', 'b', not 'c'"),
     ],
 )

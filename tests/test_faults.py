@@ -169,9 +169,9 @@ def _saved_until_killed(folder: Path, operation: int) -> None:
 
     flush = os.fsync
 
-    def fsync(descriptor: Any) -> None:
+    def fsync(fd: Any) -> None:
         due()
-        flush(descriptor)
+        flush(fd)
 
     os.fsync = fsync
     sys.addaudithook(hear)

@@ -388,9 +388,9 @@ def test_so_it_is_with_all_methods(habit: Callable[[Method, str], None], fleet3:
 def _by_kernels(name: str, scope: str) -> None:
     with kernels.using("triton"):
         audit = Audit(Net(), toys.make(name, 0.1), scope, find_unused_parameters=True, gradient_as_bucket_view=True)
-    for number, set_to_none in enumerate((True, False)):
-        audit.step(loss_of(number, ["left"]), loss_of(number, ["right"]), set_to_none=set_to_none)
-        audit.step(loss_of(number + 10, ["left"]), set_to_none=set_to_none)
+        audit.step(loss_of(0, ["left"]), loss_of(0, ["right"]))
+        audit.step(loss_of(1, ["left"]), set_to_none=False)
+        audit.step(loss_of(2, ["right"]))
 
 
 @pytest.mark.slow
@@ -696,11 +696,18 @@ def test_compiled_models(how: str, fleet2: Fleet) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids="+".join)
 @pytest.mark.parametrize("how", COMPILED)
-def test_compiled_models_with_options(how: str, ddp: dict[str, Any], backend: str, fleet2: Fleet) -> None:
-    for worst, compiled, steps in fleet2.run(_compiled, how, ddp, "bucket", backend):
+def test_compiled_models_with_options(how: str, ddp: dict[str, Any], fleet2: Fleet) -> None:
+    for worst, compiled, steps in fleet2.run(_compiled, how, ddp, "bucket", "eager"):
+        assert worst <= 1e-6
+        assert compiled > 0
+        assert steps == 4
+
+
+@pytest.mark.slow
+def test_a_model_compiled_to_machine_code(fleet2: Fleet) -> None:
+    for worst, compiled, steps in fleet2.run(_compiled, "module", {}, "bucket", "inductor"):
         assert worst <= 1e-5
         assert compiled > 0
         assert steps == 4

@@ -442,7 +442,7 @@ def test_state_is_saved_safely_and_refused_where_it_does_not_belong(fleet2: Flee
         assert "topk(density=0.1)" in messages[2]
         assert "version 0" in messages[3]
         assert "'weights.0'" in messages[4]
-        assert "lacks form, learned, method, package, parameters, residuals" in messages[5]
+        assert "lacks digest, form, learned, method, package, parameters, residuals" in messages[5]
 
 
 def _handed_over(name: str, wire: str) -> tuple[int, int]:

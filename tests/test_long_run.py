@@ -50,7 +50,9 @@ class Training:
         self.applied = torch.zeros(NUMEL, dtype=torch.float64)
         self.worst = 0.0
         self._draw = torch.Generator().manual_seed(seed)
-        scales = torch.cat([torch.full((math.prod(shape),), 4.0**-place) for place, shape in enumerate(SHAPES.values())])
+        scales = torch.cat(
+            [torch.full((math.prod(shape),), 4.0**-place) for place, shape in enumerate(SHAPES.values())]
+        )
         self._scales = scales * (0.5 + torch.rand(NUMEL, generator=self._draw))
         self._drift = 0.2 * torch.randn(NUMEL, generator=self._draw)
 
@@ -106,7 +108,7 @@ class Training:
         """What sieves would save of these workers."""
         found = []
         for rank, worker in enumerate(self.simulation.workers):
-            residuals = self.simulation.residual[rank].split([math.prod(shape) for shape in SHAPES.values()])
+            residuals = torch.split(self.simulation.residual[rank], [math.prod(shape) for shape in SHAPES.values()])
             named = {name: part.reshape(SHAPES[name]) for name, part in zip(SHAPES, residuals, strict=True)}
             parts = [{"names": list(SHAPES), "learned": worker.state_dict()}]
             learned = {"step": worker.step, "seed": worker.seed, "parts": parts}
@@ -185,7 +187,7 @@ def described(course: Course) -> str:
 )
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_in_a_long_run(course: Course) -> None:
-    training = Training(toys.make(course.method, DENSITY), seed=course.steps, **course.options)
+    training = Training(toys.make(course.method, DENSITY), seed=sum(map(ord, described(course))), **course.options)
     events = train(training, course.steps)
     print(described(course), events, f"worst error {training.worst:.2g}")  # noqa: T201 - shown with -s
     assert min(events) >= course.steps // 120

@@ -157,6 +157,18 @@ def test_states_of_another_number_of_workers_are_refused(world: int) -> None:
         Simulation(gradsieve.topk(), 2, 10).load_state_dict(states)
 
 
+def test_states_that_were_not_saved_together_are_refused() -> None:
+    simulation = Simulation(gradsieve.micro(density=0.1), 2, 100)
+    early = simulation.state_dict()
+    simulation.step(torch.randn(2, 100))
+    late = simulation.state_dict()
+    with pytest.raises(ValueError, match="workers 0 and 1 learned different things: give states that were saved"):
+        simulation.load_state_dict([late[0], early[1]])
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=r"residual must be a flat tensor of 100 numbers of torch\.float32"):
+            simulation.load_state_dict([late[0], late[1] | {"residual": late[1]["residual"].to(dtype)}])
+
+
 @pytest.mark.parametrize("as_team", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_residual_norms_are_the_lengths_of_the_residuals(dtype: torch.dtype, as_team: bool) -> None:

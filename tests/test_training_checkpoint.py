@@ -77,6 +77,42 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, damage: Ca
         load_checkpoint(tmp_path, engine)
 
 
+def test_a_file_in_which_torch_would_notice_nothing_is_refused(tmp_path: Path) -> None:
+    engine = engine_after(1)
+    save_checkpoint(tmp_path, engine, {"steps_done": 1})
+    path = tmp_path / CURRENT / "rank-1.pt"
+    whole = torch.load(path, weights_only=True)
+    data = bytearray(path.read_bytes())
+    # within the residual, as it stands in the file
+    data[data.index(whole["residual"].numpy().tobytes()) + 10] ^= 1
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path, weights_only=True)["residual"], whole["residual"])
+    with pytest.raises(RunError, match=r"rank-1\.pt cannot be loaded.*SHA-256 is not that in rank-1\.sha256"):
+        load_checkpoint(tmp_path, engine)
+
+
+def test_a_checkpoint_of_before_there_were_sums_is_loaded(tmp_path: Path) -> None:
+    engine = engine_after(1)
+    save_checkpoint(tmp_path, engine, {"steps_done": 1})
+    (tmp_path / CURRENT / "rank-1.sha256").unlink()
+    with pytest.raises(RunError, match=r"rank-1\.pt cannot be loaded: FileNotFoundError"):
+        load_checkpoint(tmp_path, engine)
+    for name in ("rank-0", "shared"):
+        (tmp_path / CURRENT / f"{name}.sha256").unlink()
+    assert load_checkpoint(tmp_path, engine) == {"steps_done": 1}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("state", [[], {}, {"learned": 1, "residual": torch.zeros(3)}], ids=["list", "empty", "other"])
+def test_a_whole_file_that_holds_something_else_is_refused(tmp_path: Path, state: Any, world: int) -> None:
+    save_checkpoint(tmp_path, engine_after(1), {"steps_done": 1})
+    for path in (tmp_path / CURRENT).glob("*.sha256"):
+        path.unlink()
+    torch.save(state, tmp_path / CURRENT / "rank-0.pt")
+    with pytest.raises(ValueError, match=r"rank-0\.pt cannot be loaded: it holds a list|a worker's \w+ must"):
+        load_checkpoint(tmp_path, engine_after(0, virtual=world))
+
+
 class Killed(BaseException):
     """The process ends here."""
 

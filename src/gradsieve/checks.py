@@ -41,7 +41,9 @@ def check_fraction(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number in (0, 1], not {shown(value)}")
     if not 0 < value <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], not {shown(value)}: 0.01 keeps one entry in a hundred, 1 keeps all")
+        raise ValueError(
+            f"{name} must lie in (0, 1], not {shown(value)}: 0.01 keeps one entry in a hundred, 1 keeps all"
+        )
 
 
 def check_whole(name: str, value: int, at_least: int) -> None:
@@ -58,10 +60,10 @@ def check_number(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {shown(value)}")
-    # a whole number may be larger than any other
-    largest = sys.float_info.max if isinstance(value, int) else math.inf
-    if not (at_least <= value <= largest and above < value < below):
-        limits = {"at least": at_least, "above": above, "below": below, "at most": largest}
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must be a number of at most {sys.float_info.max:.3g} either way, not {shown(value)}")
+    if not (at_least <= value and above < value < below):
+        limits = {"at least": at_least, "above": above, "below": below}
         wanted = " and ".join(f"{words} {limit}" for words, limit in limits.items() if math.isfinite(limit))
         raise ValueError(f"{name} must be {wanted or 'finite'}, not {shown(value)}")
 

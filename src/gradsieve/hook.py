@@ -70,7 +70,7 @@ def sparsify(
     A gradient that is not finite on any rank makes all ranks raise `NonFiniteError` (`on_nonfinite="raise"`), leave the
     step out, with the residual as it was (`"skip"`: gradients are zero then, and `Sieve.skipped` is true), or send what
     there is (`"propagate"`). With a `GradScaler`, give it as `scaler`: such steps are then left out by scaler and sieve
-    alike, and the residual follows the scale. `check_agreement=N` compares the averaged gradients of all ranks every
+    alike, and the residual is free of the scale. `check_agreement=N` compares the averaged gradients of all ranks every
     N steps.
 
         sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))

@@ -129,9 +129,7 @@ class Searched(Criterion):
                 f"not {state.distinct} and {state.travelled}"
             )
         if len(state.recent) > control.RECENT or max(state.recent, default=0) > setup.numel:
-            raise ValueError(
-                f"recent must be at most {control.RECENT} numbers up to {setup.numel}, not {state.recent}"
-            )
+            raise ValueError(f"recent must be at most {control.RECENT} numbers up to {setup.numel}, not {state.recent}")
 
     def resized(self, state: SearchState, old_world: int, new_world: int) -> SearchState:
         # how many entries a rank proposes, and how many of them others propose too, depends on how many ranks there are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -199,20 +200,25 @@ class Simulation:
                 f"{len(states)} states came for {len(self.workers)} workers: give one of each, by rank; load them into "
                 f"a simulation of {len(states)} workers, whose resized({len(self.workers)}) is one of as many as here"
             )
-        checked = [self._checked(worker, state) for worker, state in zip(self.workers, states, strict=True)]
-        for rank, state in enumerate(checked):
-            if encoded(state["learned"]) != encoded(checked[0]["learned"]):
-                raise ValueError(f"workers 0 and {rank} learned different things: give states that were saved together")
-        for worker, state in zip(self.workers, checked, strict=True):
+        for worker, state in zip(self.workers, self.checked(states), strict=True):
             worker.load_state_dict(state["learned"])
             for name, vector in worker.residual.named():
                 vector.copy_(state[name])
         if self._fused is not None:
             self._fused.take_up()
 
-    def _checked(self, worker: Worker, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a worker; refused if it is damaged, before anything has changed."""
-        vectors = dict(worker.residual.named())
+    def checked(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The states of all workers, be they as many as here or not; refused if they are damaged, or not of one run."""
+        setup = replace(self.workers[0].setup, world=len(states))
+        checked = [self._checked(setup, state) for state in states]
+        told = [encoded(state["learned"]) for state in checked]
+        for rank, own in enumerate(told):
+            if own != told[0]:
+                raise ValueError(f"workers 0 and {rank} learned different things: give states that were saved together")
+        return checked
+
+    def _checked(self, setup: Setup, state: Mapping[str, Any]) -> dict[str, Any]:
+        vectors = dict(self.workers[0].residual.named())
         if not isinstance(state, Mapping) or state.keys() != {"learned", *vectors}:
             came = ", ".join(map(str, state)) if isinstance(state, Mapping) else repr(state)
             raise ValueError(f"a worker's state must have learned, {', '.join(vectors)}, not {came}")
@@ -220,7 +226,7 @@ class Simulation:
             given = state[name]
             if not _is_like(given, vector):
                 raise ValueError(f"a worker's {name} must be a flat tensor of {len(vector)} numbers of {vector.dtype}")
-        return {**state, "learned": checked_learned(self.method, worker.setup, state["learned"])}
+        return {**state, "learned": checked_learned(self.method, setup, state["learned"])}
 
     def resized(self, world: int) -> Simulation:
         """The same simulation with another number of workers: it goes on from here as `reshard` makes a sieve go on."""

@@ -99,6 +99,7 @@ class Virtual(Engine):
         self._simulation.load_state_dict([read(rank) for rank in range(self.plan.world)])
 
     def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        states = self._simulation.checked(states)
         old_world, world = len(states), self.plan.world
         setup = replace(self._simulation.workers[0].setup, world=old_world)
         learned = resized_learned(self.plan.method, setup, states[0]["learned"], world)
