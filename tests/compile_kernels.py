@@ -34,7 +34,8 @@ def compile_kernel(kernel: Any, num_warps: int = 4, **constants: Any) -> None:
 def main() -> None:
     whole = {"BLOCK": sieve.BLOCK, "ENTRIES": sieve.ENTRIES, "ALIGNED": True}
     for narrow, by_importance in itertools.product((False, True), repeat=2):
-        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance, "MANY": by_importance, "CHECK": narrow}
+        step = {"COLLECT": True, "CLEAR": True, "NARROW": narrow, "BY_IMPORTANCE": by_importance}
+        step |= {"MANY": by_importance, "CHECK": narrow}
         compile_kernel(sieve._sieve, sieve.NUM_WARPS, **whole, **step, IN_PLACE=not narrow, REST=narrow)
         for look_at_all in (False, True):
             look = LOOK | {"ALL": look_at_all, "NARROW": narrow, "BY_IMPORTANCE": by_importance}

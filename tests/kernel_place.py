@@ -166,9 +166,7 @@ class Place:
         """Of the entries that a row looks at."""
         return self.score(self.view(row), *self.stretches[row])
 
-    def feed(
-        self, gradient: Tensor, *, collect: bool = True, sent: Sent | None = None, check: bool = False
-    ) -> None:
+    def feed(self, gradient: Tensor, *, collect: bool = True, sent: Sent | None = None, check: bool = False) -> None:
         """Take in a gradient of all rows, which is used up."""
         self.found.narrow = gradient.element_size() < 4
         # what was collected stands in it

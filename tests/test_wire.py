@@ -45,7 +45,7 @@ def message_of(upper: int, lower: int, count: int, start: int, shape: Shape) -> 
     body = upper.to_bytes(4 * shape.upper_words, "little") + lower.to_bytes(4 * shape.lower_words, "little")
     words = struct.unpack(f"<{len(body) // 4}I", body)
     tag, low, high = 0x67 | 1 << 8 | shape.low_bits << 16, start % 2**32, start // 2**32 % 2**32
-    checksum = sum(word * (2 * k + 1) for k, word in enumerate(words))
+    checksum = sum((word ^ word >> 16) * (2 * k + 1) for k, word in enumerate(words))
     checksum += tag * 0x27D4EB2F + count * 0x9E3779B1 + low * 0x85EBCA6B + high * 0xC2B2AE35
     return struct.pack("<5I", tag, count, checksum % 2**32, low, high) + body
 
@@ -169,7 +169,7 @@ def test_a_small_message_byte_by_byte() -> None:
     shape = Shape.of(7, 500)
     assert shape == Shape(7, 500, low_bits=6, upper_words=1, lower_words=2)
     message = encode(start + torch.tensor([0, 1, 63, 64, 300, 499]), start, shape)
-    header, upper, lower = "67010600 06000000 234bd6ea 64000000 01000000", "17110000", "40f003ec 0c000000"
+    header, upper, lower = "67010600 06000000 2ccfd3ea 64000000 01000000", "17110000", "40f003ec 0c000000"
     assert bytes(message.tolist()) == bytes.fromhex(f"{header} {upper} {lower}")
 
 

@@ -21,6 +21,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number of 64 bits without a pattern, as a signed one."""
 _CHUNK = 1 << 22
 """Entries of which a digest is made at a time."""
+_GIVEN = "arguments of sparsify"
 
 
 class AgreementError(RuntimeError):
@@ -58,7 +59,8 @@ def disagreement(step: int, digests: Sequence[int]) -> str:
 
 async def check_alike(own: Mapping[str, Any], collectives: Collectives) -> None:
     """Refuse to go on if ranks were given different things, or any of them failed and told `failure`."""
-    told: list[Mapping[str, Any]] = [json.loads(text) for text in await collectives.gather_texts(json.dumps(own))]
+    texts = await collectives.gather_texts(json.dumps(own), _GIVEN)
+    told: list[Mapping[str, Any]] = [json.loads(text) for text in texts]
     failed = {rank: each["error"] for rank, each in enumerate(told) if "error" in each}
     if failed:
         rank, error = next(iter(failed.items()))
@@ -79,16 +81,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 async def tell_failure(error: Exception, collectives: Collectives) -> None:
     """Let the other ranks know, in their `check_alike`, that this one cannot go on."""
-    await collectives.gather_texts(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    await collectives.gather_texts(json.dumps({"error": f"{type(error).__name__}: {error}"}), _GIVEN)
 
 
 async def check_same_model(words: Sequence[str], collectives: Collectives) -> None:
     """Refuse to go on if the parameters differ between ranks."""
     text = "\n".join(words)
     # a digest first, for the list of a large model is long
-    digests = await collectives.gather_texts(hashlib.sha256(text.encode()).hexdigest())
+    digests = await collectives.gather_texts(hashlib.sha256(text.encode()).hexdigest(), _GIVEN)
     if len(set(digests)) > 1:
-        lists = [each.split("\n") for each in await collectives.gather_texts(text)]
+        lists = [each.split("\n") for each in await collectives.gather_texts(text, _GIVEN)]
         raise AgreementError(f"ranks disagree on the model: {_first_difference(lists)}")
 
 

@@ -113,12 +113,12 @@ class Collectives(ABC):
         gathered = await self.all_gather(torch.as_tensor(numbers, dtype=torch.int64, device=self.device), what)
         return await self._on_host(gathered)
 
-    async def gather_texts(self, text: str) -> list[str]:
+    async def gather_texts(self, text: str, what: str = "texts") -> list[str]:
         """Everyone's text, by rank. Synchronises."""
         own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        lengths = [row[0] for row in await self.gather_numbers([len(own)])]
+        lengths = [row[0] for row in await self.gather_numbers([len(own)], what)]
         padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
-        rows = await self._on_host(await self.all_gather(padded))
+        rows = await self._on_host(await self.all_gather(padded, what))
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     async def sum_numbers(self, numbers: Tensor, what: str = "numbers") -> list[float]:

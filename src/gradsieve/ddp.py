@@ -185,7 +185,7 @@ class Watch(Bound):
                 "model anew and sparsify it"
             )
 
-    def before_step(self, gather: Callable[[int], Sequence[int]]) -> None:
+    def before_step(self, gather: Callable[[int, str], Sequence[int]]) -> None:
         """Called on every rank at once, with the first bucket; `gather` gives the numbers of all ranks."""
         is_first, self._is_first_step = self._is_first_step, False
         model = self._model()
@@ -199,11 +199,15 @@ class Watch(Bound):
         if model.static_graph and is_first:
             self._check_all_began(model, gather)
 
-    def _check_all_began(self, model: DistributedDataParallel, gather: Callable[[int], Sequence[int]]) -> None:
+    def _check_all_began(self, model: DistributedDataParallel, gather: Callable[[int, str], Sequence[int]]) -> None:
         if not self._has_forwarded:
             # DDP forgets to, and the others would take the next message for this one
             model._match_unused_params_allreduce()  # type: ignore[no-untyped-call]
-        idle = [rank for rank, has_forwarded in enumerate(gather(int(self._has_forwarded))) if not has_forwarded]
+        idle = [
+            rank
+            for rank, has_forwarded in enumerate(gather(int(self._has_forwarded), "beginnings"))
+            if not has_forwarded
+        ]
         if idle:
             raise RuntimeError(
                 f"rank {idle[0]} has no input at all, and with static_graph=True DDP cannot join() a rank before its "

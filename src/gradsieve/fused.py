@@ -676,9 +676,7 @@ def make_worker(
     # kernels overwrite the gradients, so a step cannot be taken back
     by_kernels = kernels.uses_triton(collectives.device) and on_nonfinite != "skip"
     if by_kernels and suits(method, setup, dtype):
-        return FusedWorker(
-            method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow, checks=checks
-        )
+        return FusedWorker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow, checks=checks)
     return Worker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, checks=checks)
 
 

@@ -328,13 +328,14 @@ class Sieve(Bound):
         every = self._options.check_agreement
         return every > 0 and not self._dense_step and (self._parts.step + 1) % every == 0
 
-    def _gather(self, number: int) -> list[int]:
+    def _gather(self, number: int, what: str) -> list[int]:
         """The numbers of all ranks."""
-        collectives = GroupCollectives(self._group, self._layout.sparse[0].parameter.device)
-        return [row[0] for row in run(collectives.gather_numbers([number]))]
+        collectives = GroupCollectives(self._group, self._device)
+        collectives.start_step(self._parts.step)
+        return [row[0] for row in run(collectives.gather_numbers([number], what))]
 
     def _compare(self) -> None:
-        digests = self._gather(digest(self._averaged))
+        digests = self._gather(digest(self._averaged), "digests")
         self._averaged = []
         if len(set(digests)) > 1:
             raise AgreementError(disagreement(self._parts.step, digests))

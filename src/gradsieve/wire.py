@@ -12,8 +12,8 @@ vector of bytes, little-endian, in words of 32 bits:
 - the lower part, `lower_words`: the `low_bits` lowest bits of v, from the bit number `i * low_bits` on.
 
 Bit number b of a part is the bit `b % 32` of its word `b // 32`. All other bits are 0. The checksum is the sum of all
-words behind the header, times 1, 3, 5, ..., and of the fields of the header, each times a constant, modulo 2**32; of
-the tag without the flags.
+words w behind the header, as `w ^ (w >> 16)` times 1, 3, 5, ..., and of the fields of the header, each times a
+constant, modulo 2**32; of the tag without the flags.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _checksum(words: npt.NDArray[np.uint32]) -> int:
     factors = np.arange(len(words), dtype=np.uint32)
     factors *= 2
     factors += 1
-    return int(np.dot(words, factors))
+    return int(np.dot(words ^ (words >> np.uint32(16)), factors))
 
 
 def _words_by_torch(offsets: Tensor, shape: Shape) -> Tensor:
@@ -307,4 +307,4 @@ def _offsets_by_torch(words: Tensor, count: int, shape: Shape) -> Tensor:
 
 def _checksum_by_torch(words: Tensor) -> int:
     factors = torch.arange(len(words), device=words.device) * 2 + 1
-    return int((words * factors).sum()) & _MASK
+    return int(((words ^ (words >> 16)) * factors).sum()) & _MASK

@@ -86,7 +86,8 @@ def _tally(
     message = messages + index * (num_words + _FIELDS)
     place = chunk * WORDS + tl.arange(0, WORDS)
     word = tl.load(message + _FIELDS + place, mask=place < num_words, other=0)
-    weighed = tl.sum((word.to(tl.int64) & 0xFFFFFFFF) * (2 * place.to(tl.int64) + 1))
+    wide = word.to(tl.int64) & 0xFFFFFFFF
+    weighed = tl.sum((wide ^ (wide >> 16)) * (2 * place.to(tl.int64) + 1))
     if chunk == 0:
         low = tl.load(message + 3).to(tl.int64) & 0xFFFFFFFF
         start = low | (tl.load(message + 4).to(tl.int64) << 32)
