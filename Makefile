@@ -14,7 +14,7 @@ demo: .venv/demo  ## train on digits over four processes with eight methods; pri
 	$(BIN)/gradsieve demo
 
 test: setup  ## every test but the slow ones, those of many faults and those for a GPU
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu and not faults"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not faults"
 
 test-slow: setup  ## the full matrices: most of an hour on two cores
 	$(BIN)/pytest -m slow

@@ -47,7 +47,9 @@ def test_every_contender_has_a_row(rows: dict[str, StepRow]) -> None:
 
 def test_bytes_are_those_handed_over(rows: dict[str, StepRow]) -> None:
     sizes = {name: row.wire_bytes for name, row in rows.items()}
-    assert sizes[ZERO_LINE] == sizes["dense"] == 4 * NUMEL
+    assert sizes[ZERO_LINE] == 4 * NUMEL
+    # beside the gradient, a code for each rank
+    assert sizes["dense"] == 4 * NUMEL + 4 * 2
     assert sizes[HEADROOM] == 0
     assert sizes["fp16 hook"] == 2 * NUMEL
     assert 0 < (sizes["PowerSGD rank 1"] or 0) < (sizes["PowerSGD rank 4"] or 0) < 2 * NUMEL

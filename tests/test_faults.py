@@ -99,6 +99,7 @@ def test_a_rank_that_is_stopped_ends_the_others_within_the_time_out(tmp_path: Pa
 # What a run of the command line does then.
 
 
+@pytest.mark.faults
 def test_a_worker_that_is_stopped_fails_the_run_in_one_line(tmp_path: Path) -> None:
     data = Trouble("stop", at=4, rank=1).write(tmp_path / "trouble.json")
     began = time.monotonic()
@@ -125,7 +126,7 @@ def test_the_cause_goes_before_what_others_say_of_it(tmp_path: Path) -> None:
     assert ended.error == "worker 1: RuntimeError: the model broke down"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.faults)])
 def test_a_command_that_lost_a_worker_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     data = Trouble("kill" if number == signal.SIGKILL else "stop", at=4, rank=1).write(tmp_path / "trouble.json")
     asked = ["--task", "small_runs:troubled", "--data", data, "--workers", 2, "--timeout", TIMEOUT, "--output", "run"]

@@ -369,7 +369,14 @@ HABITS: list[Callable[[Method, str], None]] = [
 ]
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__.strip("_"))
+SELDOM_BROKEN = (_clips, _adds_up_losses, _has_one_bucket_each, _is_channels_last, _evaluates_in_between)
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [pytest.param(habit, marks=[pytest.mark.slow] * (habit in SELDOM_BROKEN)) for habit in HABITS],
+    ids=lambda habit: habit.__name__.strip("_"),
+)
 def test_nothing_is_lost_where_training(habit: Callable[[Method, str], None], fleet2: Fleet) -> None:
     fleet2.run(every, habit)
 

@@ -625,14 +625,21 @@ def dense_loss(fleet3: Fleet) -> float:
     return float(fleet3.run(_regression, "dense")[0])
 
 
-@pytest.mark.parametrize("name", ERROR_FEEDBACK)
+OURS = ("topk", "micro", "exdyna", "iwp", "union")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OURS)) for name in ERROR_FEEDBACK]
+)
 def test_toy_regression_reaches_the_dense_loss(name: str, dense_loss: float, fleet3: Fleet) -> None:
     losses = fleet3.run(_regression, name)
     assert len(set(losses)) == 1
     assert losses[0] <= 1.1 * dense_loss, (losses[0], dense_loss)
 
 
-@pytest.mark.parametrize("name", ["dense", "topk", "micro", "union"])
+@pytest.mark.parametrize(
+    "name", ["dense", "union", *(pytest.param(n, marks=pytest.mark.slow) for n in ("topk", "micro"))]
+)
 def test_so_it_does_where_values_travel_as_bfloat16(name: str, dense_loss: float, fleet3: Fleet) -> None:
     losses = fleet3.run(_regression, name, "bfloat16")
     assert len(set(losses)) == 1

@@ -270,6 +270,7 @@ def check_training(saving: Fleet, going_on: Fleet, names: list[str], folder: str
         assert found[name] <= 1.15 * expected[name], (name, found[name], expected[name])
 
 
+@pytest.mark.faults
 def test_training_goes_on_in_another_world(fleets: Callable[[int], Fleet], tmp_path: Path) -> None:
     check_training(fleets(4), fleets(2), ["union"], str(tmp_path))
 
