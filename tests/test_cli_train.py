@@ -424,7 +424,8 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_root")
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpi)]
+    "launcher",
+    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=[needs_mpi, pytest.mark.slow])],
 )
 def test_a_launchers_workers_do_the_same_bit_for_bit(
     launcher: list[object], over_processes: Run, tmp_path: Path
