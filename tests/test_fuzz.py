@@ -99,7 +99,7 @@ def letter(draw: random.Random) -> Letter:
 def plain_sum(message: bytes) -> int:
     """What the checksum of a message ought to be, as the format says it."""
     tag, count, _, low, high, *words = struct.unpack(f"<{len(message) // 4}I", message)
-    total = sum(word * (2 * place + 1) for place, word in enumerate(words))
+    total = sum((word ^ word >> 16) * (2 * place + 1) for place, word in enumerate(words))
     total += (tag % 2**24) * 0x27D4EB2F + count * 0x9E3779B1 + low * 0x85EBCA6B + high * 0xC2B2AE35
     return int(total % 2**32)
 
@@ -204,8 +204,8 @@ def message_case(draw: random.Random) -> tuple[str, str]:
         return spoil.__name__, refused(error)
     if found.indices.tolist() == sent.indices:
         return spoil.__name__, HARMLESS
-    # no reader can tell these from sound ones: someone made the checksum fit, or, rarely, chance did
-    assert spoil in (forged, some_bits, swapped)
+    # no reader can tell these from sound ones: someone made the checksum fit
+    assert spoil is forged
     assert plain_sum(changed) == struct.unpack_from("<I", changed, 8)[0]
     assert found.indices.diff().gt(0).all()
     assert sent.start <= int(found.indices[0])
@@ -218,9 +218,8 @@ def test_damaged_messages(number: int) -> None:
     found = run_cases(number, "messages", message_case)
     by_kind = Counter({kind: sum(n for (name, _), n in found.items() if name == kind.__name__) for kind in SPOILS})
     assert min(by_kind.values()) > number // 40
-    # the weak spot of a sum: bits that are each the highest of a word, and words that differ in that bit alone
-    chance = sum(found[kind, "not to be noticed"] for kind in ("some_bits", "swapped"))
-    assert chance <= number // 500 + 1
+    # or the sum of this test is not that of the format
+    assert found["forged", "not to be noticed"]
     harmless = {kind for kind, outcome in found if outcome == HARMLESS}
     # the reserved bits; words that are alike; a random word that is what it was; other numbers of no indices
     assert harmless <= {"one_bit", "one_word", "some_bits", "swapped", "foreign", "another_field", "forged"}

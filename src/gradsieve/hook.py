@@ -42,7 +42,6 @@ from gradsieve.version import __version__
 Scope = Literal["model", "bucket"]
 
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RESIDUAL_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def sparsify(
@@ -400,8 +399,8 @@ def _check_arguments(ddp_model: DistributedDataParallel, method: Any, options: O
         hint = f"gradsieve.method({method!r})" if isinstance(method, str) else "gradsieve.micro(density=0.01)"
         raise TypeError(f"method must be made by a gradsieve constructor, not {type(method).__name__}: try {hint}")
     residual_dtype = options.residual_dtype
-    if residual_dtype not in _RESIDUAL_DTYPES:
-        raise ValueError(f"residual_dtype must be one of {_listed(_RESIDUAL_DTYPES)}, not {residual_dtype}")
+    if residual_dtype not in states.DTYPES:
+        raise ValueError(f"residual_dtype must be one of {_listed(states.DTYPES)}, not {residual_dtype}")
     if ddp_model._comm_hooks:
         raise RuntimeError(
             "this model has a communication hook already, and DDP takes one: make one sieve per model, and use "

@@ -118,7 +118,8 @@ class Part:
         if place < len(self.layout.sparse):
             return self.layout.sparse[place]
         entry = place - len(self.layout.sparse)
-        return next(slot for slot in self.layout.dense if entry < slot.stop)
+        # a code is a float32, so that of a very far entry is rounded
+        return next((slot for slot in self.layout.dense if entry < slot.stop), self.layout.dense[-1])
 
     def _feed(self, arrived: list[tuple[Slot, Tensor]]) -> None:
         self.worker.take([(slot, gradient) for slot, gradient in arrived if slot.sparse])

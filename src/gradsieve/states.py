@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from gradsieve.checks import LARGEST_WHOLE, shown
 from gradsieve.methods import Method, method_of
 from gradsieve.pipeline import Learned
 from gradsieve.types import Setup
@@ -39,9 +40,8 @@ KINDS = ("residuals", "velocities")
 _COMMON = ("version", "form", "package", "world", "method", "scope", "parameters", "learned", *KINDS, "digest")
 _KEYS = {RANK: {*_COMMON, "rank"}, CONSOLIDATED: {*_COMMON}}
 _SCOPES = ("model", "bucket")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-_MOST = (1 << 63) - 1
-"""Counters are kept in 64 bits."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+"""What residuals may be kept in."""
 
 _CHUNK = 1 << 22
 """Entries that are brought to the host at a time."""
@@ -404,8 +404,8 @@ def _checked_tensors(kind: str, tensors: Any, shapes: Shapes, origin: Origin) ->
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(f"this state's {kind} of {name!r} must be a tensor, not {_short(tensor)}")
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"this state's {kind} of {name!r} must be of one of {_DTYPES}, not {tensor.dtype}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"this state's {kind} of {name!r} must be of one of {DTYPES}, not {tensor.dtype}")
     _check_shapes(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes, f"this state's {kind} differ"
     )
@@ -527,7 +527,7 @@ def _check_count(what: str, value: Any, at_least: int) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_WHOLE
 
 
 def _short(value: Any) -> str:
@@ -536,11 +536,7 @@ def _short(value: Any) -> str:
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping):
         return f"a dict with {', '.join(sorted(map(str, value))[:8]) or 'nothing'}"
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shown(value)
 
 
 # --- numbers as text ------------------------------------------------------------------------------------------------
