@@ -230,15 +230,21 @@ class Simulation:
 
     def resized(self, world: int) -> Simulation:
         """The same simulation with another number of workers: it goes on from here as `reshard` makes a sieve go on."""
-        other, old = self._with_workers(world), self.state_dict()
-        learned = resized_learned(self.method, self.workers[0].setup, old[0].pop("learned"), world)
-        vectors = {name: [state[name] for state in old] for name in old[0]}
-        states = []
-        for rank in range(world):
-            taken = weights(rank, len(old), world)
-            states.append({"learned": learned} | {name: mixed(each, taken) for name, each in vectors.items()})
-        other.load_state_dict(states)
+        other = self._with_workers(world)
+        other.load_state_dict(self.converted(self.state_dict(), world))
         return other
+
+    def converted(self, states: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
+        """The states of any number of workers of such a simulation, for another number of them."""
+        old = self.checked(states)
+        setup = replace(self.workers[0].setup, world=len(old))
+        learned = resized_learned(self.method, setup, old[0]["learned"], world)
+        vectors = {name: [state[name] for state in old] for name in old[0] if name != "learned"}
+        return [
+            {"learned": learned}
+            | {name: mixed(of_all, weights(rank, len(old), world)) for name, of_all in vectors.items()}
+            for rank in range(world)
+        ]
 
     def _clipped(self, gradients: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Every worker's gradient within the method's largest norm."""

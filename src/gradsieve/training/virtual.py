@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from gradsieve.clock import Stopwatch
 from gradsieve.layout import shaped
 from gradsieve.pipeline import PendingStats
 from gradsieve.simulation import Simulation
-from gradsieve.states import mixed, resized_learned, weights
 from gradsieve.tasks import Examples
 from gradsieve.training.engine import Engine, Outcome, slowest
 from gradsieve.training.passes import GraphedPasses, Passes
@@ -99,18 +97,7 @@ class Virtual(Engine):
         self._simulation.load_state_dict([read(rank) for rank in range(self.plan.world)])
 
     def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        states = self._simulation.checked(states)
-        old_world, world = len(states), self.plan.world
-        setup = replace(self._simulation.workers[0].setup, world=old_world)
-        learned = resized_learned(self.plan.method, setup, states[0]["learned"], world)
-        vectors = {
-            name: {rank: state[name] for rank, state in enumerate(states)} for name in states[0] if name != "learned"
-        }
-        return [
-            {"learned": learned}
-            | {name: mixed(of_all, weights(rank, old_world, world)) for name, of_all in vectors.items()}
-            for rank in range(world)
-        ]
+        return self._simulation.converted(states, self.plan.world)
 
     def barrier(self) -> None:
         """All workers are here."""
