@@ -68,10 +68,16 @@ TRAINING = layers_of(
 )
 BENCH = layers_of(
     "gradsieve.bench",
-    "__init__ figures given published timing",
+    "__init__ counters figures given published timing",
     "contenders local",
     "kernels step",
     "start",
+)
+LAB = layers_of(
+    "gradsieve.lab",
+    "__init__ layout names",
+    "network",
+    "jobs",
 )
 REPORT = layers_of(
     "gradsieve.report",
@@ -87,14 +93,14 @@ CLI = layers_of(
     "gradsieve.cli",
     "display options report",
     "bench summary",
-    "train compare",
+    "train compare lab",
     "demo",
     "app",
     "__init__",
 )
 MAIN = layers_of("gradsieve", "__main__")
 
-LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *BENCH, *REPORT, *CLI, *MAIN]
+LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *BENCH, *LAB, *REPORT, *CLI, *MAIN]
 """From the bottom up. Modules of one layer do not import one another."""
 
 DISTRIBUTED = {

@@ -39,6 +39,8 @@ class Seen(NamedTuple):
     density: float | None = None
     select_seconds: float | None = None
     exchange_seconds: float | None = None
+    link_bytes: float | None = None
+    """As in `StepStats`: through this rank's link, each way, if collectives run in rings."""
 
 
 Probe: TypeAlias = Callable[[], Seen]
@@ -88,7 +90,13 @@ def _contender(expression: str, density: float, options: Mapping[str, Any]) -> C
 
 
 def _plain(model: DistributedDataParallel) -> Probe:
-    return lambda: Seen(4 * _numel(model))
+    return lambda: _reduced(4 * _numel(model), model)
+
+
+def _reduced(num_bytes: int, model: DistributedDataParallel) -> Seen:
+    """A step that hands so many bytes to all-reduces, and nothing else to anything."""
+    world = dist.get_world_size(model.process_group)
+    return Seen(num_bytes, link_bytes=num_bytes * 2 * (world - 1) / world)
 
 
 def _numel(model: DistributedDataParallel) -> int:
@@ -97,7 +105,7 @@ def _numel(model: DistributedDataParallel) -> int:
 
 def _hooked(state: Any, hook: Any, bytes_per_entry: int, model: DistributedDataParallel) -> Probe:
     model.register_comm_hook(model.process_group if state is None else state, hook)
-    return lambda: Seen(bytes_per_entry * _numel(model))
+    return lambda: _reduced(bytes_per_entry * _numel(model), model)
 
 
 def _sparsified(method: Method, options: Mapping[str, Any], model: DistributedDataParallel) -> Probe:
@@ -106,7 +114,7 @@ def _sparsified(method: Method, options: Mapping[str, Any], model: DistributedDa
     def seen() -> Seen:
         stats = sieve.stats
         assert stats is not None
-        return Seen(stats.wire_bytes, stats.density, stats.select_seconds, stats.exchange_seconds)
+        return Seen(stats.wire_bytes, stats.density, stats.select_seconds, stats.exchange_seconds, stats.link_bytes)
 
     return seen
 
@@ -134,7 +142,7 @@ def _with_powersgd(rank: int, model: DistributedDataParallel) -> Probe:
     def seen() -> Seen:
         nonlocal before
         sent, before = state.total_numel_after_compression - before, state.total_numel_after_compression
-        return Seen(4 * sent)
+        return _reduced(4 * sent, model)
 
     return seen
 
@@ -175,7 +183,9 @@ class _PublishedStep:
         mean = values / self._world
         for gradient, averaged in zip(gradients, self._local.scatter(acc, support, mean), strict=True):
             gradient.copy_(averaged)
-        self.seen = Seen(index_bytes + 4 * len(support), len(support) / len(acc))
+        value_bytes = 4 * len(support)
+        link_bytes = (index_bytes + value_bytes * 2 / self._world) * (self._world - 1)
+        self.seen = Seen(index_bytes + value_bytes, len(support) / len(acc), link_bytes=link_bytes)
 
     def _gathered(self, proposed: Tensor) -> tuple[Tensor, int]:
         """Everyone's indices, padded to the longest on their way, and the bytes that it took."""

@@ -29,6 +29,10 @@ class Spread(NamedTuple):
     """The 90th percentile."""
     repeats: int
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Spread:
+        return cls(record["median"], record["percentile_10"], record["percentile_90"], record["repeats"])
+
     def as_record(self) -> dict[str, Any]:
         return {"median": self.median, "percentile_10": self.low, "percentile_90": self.high, "repeats": self.repeats}
 

@@ -31,28 +31,34 @@ class Crew(NamedTuple):
     world: int
     device: str
     backend: str
+    threads: int | None = None
+    """Of a process on the CPU; None: its share of the machine's cores."""
 
 
 class WorkerError(RuntimeError):
     """A process of the measurement ended before its time; the message is one line."""
 
 
-def make_crew(place: Place | None, workers: int | None, device: str | None) -> Crew:
+def make_crew(place: Place | None, workers: int | None, device: str | None, threads: int | None = None) -> Crew:
     """From what was asked for, or what there is."""
     kind = device or default_device()
+    for name, number in (("workers", workers), ("threads", threads)):
+        _check_number(name, number)
     if place is not None:
         if workers not in (None, place.world):
             raise UsageError(
                 f"{place.launcher} started {place.world} workers, but {workers} are asked for: leave out --workers"
             )
-        return Crew(place.world, kind, default_backend(kind, place.local_world))
-    if workers is not None:
-        try:
-            check_whole("workers", workers, at_least=1)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        return Crew(place.world, kind, default_backend(kind, place.local_world), threads)
     world = workers or (WORKERS if kind == "cpu" else max(1, torch.cuda.device_count()))
-    return Crew(world, kind, default_backend(kind, world))
+    return Crew(world, kind, default_backend(kind, world), threads)
+
+
+def _check_number(name: str, number: int | None) -> None:
+    try:
+        check_whole(name, 1 if number is None else number, at_least=1)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def joined(setting: StepSetting, crew: Crew, place: Place, hear: Hear, environment: Mapping[str, str]) -> None:
@@ -123,7 +129,7 @@ def _work(rank: int, setting: StepSetting, crew: Crew, meeting: str, pipe: Conne
 
 
 def _measure(setting: StepSetting, crew: Crew, seat: Seat, hear: Hear) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // seat.local_world))
+    torch.set_num_threads(crew.threads or max(1, (os.cpu_count() or 1) // seat.local_world))
     device = own_device(crew.device, seat.local_rank)
     dist.init_process_group(
         crew.backend,

@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench.contenders import DEFAULT, ZERO_LINE, Contender, Seen, contenders
+from gradsieve.bench.counters import sent_bytes
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_whole
@@ -40,6 +41,8 @@ class StepSetting:
     methods: tuple[str, ...] = tuple(DEFAULT.split(","))
     wire: str = WIRES[0]
     scope: str = SCOPES[0]
+    interface: str | None = None
+    """Through which a machine reaches the others; what leaves through it is counted."""
 
     def __post_init__(self) -> None:
         try:
@@ -83,16 +86,32 @@ class StepRow(NamedTuple):
     select_seconds: float | None = None
     exchange_seconds: float | None = None
     error: str | None = None
+    link_bytes: int | None = None
+    """Through a rank's link in a step, each way, if collectives run in rings."""
+    counted_bytes: int | None = None
+    """Sent through a machine's interface in a step, as the kernel counted."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StepRow:
+        """The row that `as_record` told of."""
+        seconds = record["seconds"]
+        told = {name: record[name] for name in cls._fields}
+        return cls(**told | {"seconds": None if seconds is None else Spread.from_record(seconds)})
 
     def as_record(self, zero_line: StepRow | None) -> dict[str, Any]:
         seconds = None if self.seconds is None else self.seconds.as_record()
-        return self._asdict() | {"seconds": seconds, "ratio_to_dense": self.ratio(zero_line)}
+        ratios = {"ratio_to_dense": self.ratio(zero_line), "ratio_to_formula": self.ratio_to_formula()}
+        return self._asdict() | {"seconds": seconds} | ratios
 
     def ratio(self, zero_line: StepRow | None) -> float | None:
         """Of its time to that of plain DDP."""
         if self.seconds is None or zero_line is None or zero_line.seconds is None:
             return None
         return self.seconds.median / zero_line.seconds.median
+
+    def ratio_to_formula(self) -> float | None:
+        """Of the bytes that were counted to those that the formula for rings foretells."""
+        return self.counted_bytes / self.link_bytes if self.counted_bytes is not None and self.link_bytes else None
 
 
 Hear: TypeAlias = Callable[[StepRow], None]
@@ -114,6 +133,8 @@ class _Outcome(NamedTuple):
 
     laps: list[_Lap]
     error: str | None
+    counted_bytes: int | None = None
+    """Of all its laps."""
 
 
 def measure(setting: StepSetting, device: torch.device, hear: Hear) -> None:
@@ -142,7 +163,7 @@ def _outcome(contender: Contender, setting: StepSetting, device: torch.device, g
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of its own hooks is no matter of the user's
-            return _Outcome(_laps(contender, setting, device, group), None)
+            return _laps(contender, setting, device, group)
     except _RefusedError as refused:
         return _Outcome([], f"not supported here: {_told(refused.__cause__)}")
     except Exception as error:  # whatever it is, the other rows go on
@@ -159,7 +180,7 @@ def _told(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _laps(contender: Contender, setting: StepSetting, device: torch.device, group: dist.ProcessGroup) -> list[_Lap]:
+def _laps(contender: Contender, setting: StepSetting, device: torch.device, group: dist.ProcessGroup) -> _Outcome:
     shapes = setting.shapes()
     model = _model(contender, shapes, device, group)
     try:
@@ -167,9 +188,22 @@ def _laps(contender: Contender, setting: StepSetting, device: torch.device, grou
     except Exception as error:
         raise _RefusedError from error
     noise = Noise(shapes, setting.density, device, seed=1 + dist.get_rank())
-    warmup = max(setting.warmup, contender.settle)
-    laps = [_lap(model, noise.gradients(), probe, device, group) for _ in range(warmup + setting.steps)]
-    return laps[warmup:]
+
+    def laps(number: int) -> list[_Lap]:
+        return [_lap(model, noise.gradients(), probe, device, group) for _ in range(number)]
+
+    laps(max(setting.warmup, contender.settle))
+    if setting.interface is None:
+        return _Outcome(laps(setting.steps), None)
+    before = _sent(setting.interface, device, group)
+    counted = laps(setting.steps)
+    return _Outcome(counted, None, _sent(setting.interface, device, group) - before)
+
+
+def _sent(interface: str, device: torch.device, group: dist.ProcessGroup) -> int:
+    """What this machine has sent, once every rank has all that it waited for: nothing is in a queue any more."""
+    _meet(device, group)
+    return sent_bytes(interface)
 
 
 def _model(
@@ -192,12 +226,17 @@ def _lap(
     """One backward, which is all that is timed, from the moment when every rank is ready for it."""
     model.zero_grad(set_to_none=True)
     loss: Tensor = model(gradients)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _wait(device)
+    _meet(device, group)
     start = perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     _wait(device)
     return _Lap(perf_counter() - start, probe())
+
+
+def _meet(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Go on when every rank has come this far."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _wait(device)
 
 
 def _wait(device: torch.device) -> None:
@@ -220,7 +259,17 @@ def _row(name: str, outcomes: Sequence[_Outcome]) -> StepRow:
         density=_mean([lap.seen.density for lap in slowest]),
         select_seconds=_median([lap.seen.select_seconds for lap in slowest]),
         exchange_seconds=_median([lap.seen.exchange_seconds for lap in slowest]),
+        link_bytes=_rounded(_mean([lap.seen.link_bytes for laps in steps for lap in laps])),
+        counted_bytes=_rounded(_mean([_per_lap(outcome) for outcome in outcomes])),
     )
+
+
+def _per_lap(outcome: _Outcome) -> float | None:
+    return None if outcome.counted_bytes is None else outcome.counted_bytes / len(outcome.laps)
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

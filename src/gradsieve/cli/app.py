@@ -16,6 +16,7 @@ from gradsieve.cli.bench import bench
 from gradsieve.cli.compare import compare
 from gradsieve.cli.demo import demo
 from gradsieve.cli.display import INTERRUPTED
+from gradsieve.cli.lab import lab
 from gradsieve.cli.options import takes_train_options
 from gradsieve.cli.report import report
 from gradsieve.cli.train import train
@@ -38,6 +39,7 @@ app.command()(takes_train_options(train))
 app.command()(takes_train_options(compare, several=AXES))
 app.command()(report)
 app.add_typer(bench)
+app.command()(lab)
 
 
 def _show_version(value: bool) -> None:

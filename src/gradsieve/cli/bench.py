@@ -16,6 +16,7 @@ from rich.console import Console
 
 from gradsieve.bench import kernels, start
 from gradsieve.bench.contenders import DEFAULT
+from gradsieve.bench.counters import check_interface
 from gradsieve.bench.figures import STANDARD_OUTPUT, Spread, as_text, check_file, result, write
 from gradsieve.bench.kernels import KernelRow, KernelSetting
 from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
@@ -66,6 +67,14 @@ def step(
         Optional[int],  # noqa: UP045
         typer.Option("--workers", help="Processes to start. Default: one per GPU; 2 on the CPU."),
     ] = None,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--threads", help="Of each process on the CPU. Default: its share of the machine's cores."),
+    ] = None,
+    interface: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--interface", help="Count the bytes that leave a machine through this one, such as eth0."),
+    ] = None,
     device: Device = None,
     json: Json = None,
 ) -> int:
@@ -76,13 +85,14 @@ def step(
     """
     place = find_place(os.environ)
     place = place if place is not None and place.world > 1 else None
-    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope)
+    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, interface)
+    check_interface(interface)
     check_device(device)
     check_file(json)
-    crew = start.make_crew(place, workers, device)
+    crew = start.make_crew(place, workers, device, threads)
     rows: list[StepRow] = []
-    console, failure = _console(quiet=json == STANDARD_OUTPUT or (place is not None and place.rank > 0)), None
-    with _news(console) as tell:
+    console, failure = make_console(quiet=json == STANDARD_OUTPUT or (place is not None and place.rank > 0)), None
+    with news(console) as tell:
 
         def hear(row: StepRow) -> None:
             rows.append(row)
@@ -100,7 +110,7 @@ def step(
         told = setting.as_record() | crew._asdict()
         measured = result("step", torch.device(crew.device), told, [row.as_record(zero_line) for row in rows])
         measured["failure"] = failure
-        _show(console, measured, [_step_table(told, rows)], json)
+        _show(console, measured, [step_table(_title(told), rows)], json)
     return FAILED if failure is not None or all(row.error is not None for row in rows) else 0
 
 
@@ -121,8 +131,8 @@ def measure_kernels(
     check_device(device)
     check_file(json)
     used = start.own_device(device or start.default_device(), local_rank=0)
-    console, rows, timer = _console(quiet=json == STANDARD_OUTPUT), [], Timer(used, repeats)
-    with _news(console) as tell:
+    console, rows, timer = make_console(quiet=json == STANDARD_OUTPUT), [], Timer(used, repeats)
+    with news(console) as tell:
         for row in kernels.measure(setting, used, timer):
             rows.append(row)
             tell(f"{row.numel:,} {row.name}")
@@ -143,7 +153,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _console(*, quiet: bool) -> Console:
+def make_console(*, quiet: bool) -> Console:
     console = Console(quiet=quiet, highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -151,12 +161,12 @@ def _console(*, quiet: bool) -> Console:
 
 
 @contextmanager
-def _news(console: Console) -> Iterator[Any]:
+def news(console: Console, beginning: str = "measuring") -> Iterator[Any]:
     """On a terminal, the last row that was measured."""
     if not console.is_terminal or console.quiet:
         yield lambda _: None
         return
-    with console.status("measuring") as status:
+    with console.status(beginning) as status:
         yield lambda name: status.update(f"measured {name}")
 
 
@@ -174,20 +184,28 @@ def _show(console: Console, measured: Any, tables: Sequence[rich.table.Table], j
         console.print(json, markup=False, soft_wrap=True)
 
 
-def _step_table(told: dict[str, Any], rows: Sequence[StepRow]) -> rich.table.Table:
+def _title(told: dict[str, Any]) -> str:
     ranks = "1 rank" if told["world"] == 1 else f"{told['world']} ranks"
-    title = (
+    return (
         f"{told['parameters']:,} parameters, density {told['density']:g}, {ranks}, "
         f"{told['backend']} on {told['device']}: milliseconds of a step, slowest rank"
     )
-    columns = ("", "median", "10 % to 90 %", "of dense", "bytes", "density", "select", "exchange")
+
+
+def step_table(title: str, rows: Sequence[StepRow]) -> rich.table.Table:
+    """The rows; with what was counted beside what the formula foretells where it was counted."""
+    columns = ["", "median", "10 % to 90 %", "of dense", "bytes", "density", "select", "exchange"]
+    counted = any(row.counted_bytes is not None for row in rows)
+    columns += ["by counter", "by formula", "ratio"] if counted else []
     table, zero_line = _table(title, columns), zero_line_of(rows)
     for row in rows:
         if row.error is not None:
             _add(table, row.name, ["-"] * (len(columns) - 1))
             continue
-        cells = [*_times(row.seconds), _ratio(row.ratio(zero_line)), f"{row.wire_bytes:,}", _percent(row.density)]
-        _add(table, row.name, [*cells, _milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)])
+        cells = [*_times(row.seconds), _ratio(row.ratio(zero_line)), _whole(row.wire_bytes), _percent(row.density)]
+        cells += [_milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)]
+        cells += [_whole(row.counted_bytes), _whole(row.link_bytes), _ratio(row.ratio_to_formula())] if counted else []
+        _add(table, row.name, cells)
     return table
 
 
@@ -230,6 +248,10 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _whole(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def _percent(share: float | None) -> str:

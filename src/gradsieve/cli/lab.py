@@ -1,0 +1,205 @@
+"""`gradsieve lab`."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, Optional
+
+import torch
+import typer
+from rich.console import Console
+
+from gradsieve.bench.counters import Traffic
+from gradsieve.bench.figures import STANDARD_OUTPUT, as_text, check_file, result, write
+from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
+from gradsieve.checks import UsageError, check_number
+from gradsieve.cli.bench import make_console, news, step_table
+from gradsieve.cli.display import FAILED
+from gradsieve.cli.options import split
+from gradsieve.lab import names
+from gradsieve.lab.jobs import JobError, run_job
+from gradsieve.lab.layout import INTERFACE, MOST_RACKS, Layout, parse_rate
+from gradsieve.lab.network import Network, check_tools
+from gradsieve.training.runner import refuse_launcher
+
+METHODS = "dense,micro,union,exdyna,topk,cltk,fp16,powersgd(rank=1),powersgd(rank=4)"
+RATES = "100mbit,1gbit,10gbit,none"
+SECONDS = 3600.0
+"""That all methods together may take at one rate."""
+
+
+class Measured(NamedTuple):
+    """What came of one rate."""
+
+    layout: Layout
+    rows: list[StepRow]
+    traffic: list[Traffic]
+    """Of each host, over the whole job."""
+    uplink: Traffic | None
+    failure: str | None
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "rate": self.layout.rate.name,
+            "hosts": [traffic._asdict() for traffic in self.traffic],
+            "uplink": None if self.uplink is None else self.uplink._asdict(),
+            "failure": self.failure,
+        }
+
+
+def lab(
+    hosts: Annotated[int, typer.Option("--hosts", help="Network namespaces, with one process in each.")] = 4,
+    rate: Annotated[
+        str, typer.Option("--rate", help="Of every host's link, each way; none: no limit.", metavar="RATE,...")
+    ] = RATES,
+    racks: Annotated[int, typer.Option("--racks", help="1, or 2 with a link between them.")] = 1,
+    uplink: Annotated[str, typer.Option("--uplink", help="Rate of the link between two racks.")] = "none",
+    methods: Annotated[
+        str, typer.Option("--methods", help="What to measure, as for bench step.", metavar="METHOD,...")
+    ] = METHODS,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
+    ] = None,
+    parameters: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
+    ] = None,
+    density: Annotated[float, typer.Option("--density", help="Share of the gradient to send in a step.")] = 0.01,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that count.")] = 10,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps before those.")] = 3,
+    wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
+    scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one rate may take.")] = SECONDS,
+    json: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
+    ] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="End what labs left whose command has died.")] = False,
+) -> int:
+    """Time gradient exchanges over real TCP between hosts, by method and bandwidth.
+
+    The hosts are network namespaces of this machine with links of the given rates; each rate is one job of torchrun
+    over all of them. Needs Linux and iproute2; root, or user namespaces. Nothing is left behind, however it ends.
+    """
+    if clean:
+        return _clean()
+    refuse_launcher("lab starts its own workers, one on each host")
+    layouts = [Layout(hosts, parse_rate(word), racks, parse_rate(uplink)) for word in _rates(rate)]
+    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, INTERFACE)
+    _check_timeout(timeout)
+    check_file(json)
+    check_tools()
+    told = setting.as_record() | {"world": hosts, "threads": _threads(hosts), "racks": racks, "uplink": uplink}
+    console, measured = make_console(quiet=json == STANDARD_OUTPUT), []
+    for layout in layouts:
+        with news(console, f"measuring at {layout.rate.name}"):
+            measured.append(_measured(layout, setting, timeout))
+        _show(console, told, measured[-1])
+        if json not in (None, STANDARD_OUTPUT):
+            write(_record(told, measured), str(json))  # what there is outlives a later rate's end
+    if json == STANDARD_OUTPUT:
+        typer.echo(as_text(_record(told, measured)))
+    elif json is not None:
+        console.print(json, markup=False, soft_wrap=True)
+    return FAILED if any(outcome.failure is not None for outcome in measured) else 0
+
+
+def _clean() -> int:
+    check_tools()
+    removed, left = names.clean(), names.strays()
+    for name in removed:
+        typer.echo(f"removed what lab {name} left")
+    if left:
+        raise UsageError(f"these processes of dead labs cannot be ended: {', '.join(map(str, sorted(left)))}")
+    if not removed:
+        typer.echo("no lab has left anything")
+    return 0
+
+
+def _rates(text: str) -> list[str]:
+    words = split(text)
+    if not words:
+        raise UsageError("--rate names no rate: give one, or several separated by commas")
+    repeated = sorted({word for word in words if words.count(word) > 1})
+    if repeated:
+        raise UsageError(f"--rate names {', '.join(repeated)} twice: once is enough")
+    return words
+
+
+def _check_timeout(seconds: float) -> None:
+    try:
+        check_number("timeout", seconds, above=0)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _threads(hosts: int) -> int:
+    """Of a host's process: its share of the cores."""
+    return max(1, (os.cpu_count() or 1) // hosts)
+
+
+def _measured(layout: Layout, setting: StepSetting, seconds: float) -> Measured:
+    rows: list[StepRow] = []
+    failure = None
+    with Network(layout) as network:
+        try:
+            ended = run_job(network, bench_command(setting, _threads(layout.hosts)), seconds=seconds)
+            rows = _rows(ended[0].output)
+        except JobError as error:
+            failure = str(error)
+        return Measured(layout, rows, network.host_traffic(), network.uplink_traffic(), failure)
+
+
+def bench_command(setting: StepSetting, threads: int) -> list[str]:
+    """What a host's worker runs; the first one prints the figures."""
+    size = ["--parameters", str(setting.parameters)] if setting.parameters is not None else []
+    shapes = ["--model", setting.model] if setting.model is not None else []
+    return [
+        *("-m", "gradsieve", "bench", "step", "--device", "cpu", "--json", STANDARD_OUTPUT),
+        *(*size, *shapes, "--density", repr(setting.density)),
+        *("--steps", str(setting.steps), "--warmup", str(setting.warmup), "--methods", ",".join(setting.methods)),
+        *("--wire", setting.wire, "--scope", setting.scope),
+        *("--threads", str(threads), "--interface", INTERFACE),
+    ]
+
+
+def _rows(output: str) -> list[StepRow]:
+    return [StepRow.from_record(row) for row in json_format.loads(output)["rows"]]
+
+
+def _record(told: dict[str, Any], measured: Sequence[Measured]) -> Any:
+    """As JSON holds it: a row has its rate, and what is of a rate as a whole stands apart."""
+    rows = [
+        {"rate": outcome.layout.rate.name, **row.as_record(zero_line_of(outcome.rows))}
+        for outcome in measured
+        for row in outcome.rows
+    ]
+    return result("lab", torch.device("cpu"), told, rows) | {"networks": [outcome.as_record() for outcome in measured]}
+
+
+def _show(console: Console, told: dict[str, Any], outcome: Measured) -> None:
+    if outcome.rows:
+        console.print(step_table(_title(told, outcome.layout), outcome.rows))
+    for line in _notes(outcome):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _title(told: dict[str, Any], layout: Layout) -> str:
+    link = "no limit" if layout.rate.bits is None else f"{layout.rate.name} each way"
+    racks = f" in {layout.racks} racks, {layout.uplink.name} between them" if layout.racks == MOST_RACKS else ""
+    return (
+        f"{link}: {layout.hosts} hosts{racks}, {told['parameters']:,} parameters, density {told['density']:g}: "
+        "milliseconds of a step, slowest host; bytes of a step"
+    )
+
+
+def _notes(outcome: Measured) -> list[str]:
+    rate = outcome.layout.rate.name
+    errors = [f"{row.name}: {row.error}" for row in outcome.rows if row.error is not None]
+    sent = f"{rate}: {sum(traffic.sent for traffic in outcome.traffic):,} bytes sent by all hosts in the whole job"
+    between = "" if outcome.uplink is None else f", {sum(outcome.uplink):,} between the racks"
+    failure = [f"{rate}: failed: {outcome.failure}"] if outcome.failure is not None else []
+    return [*errors, sent + between, *failure]
