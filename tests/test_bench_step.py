@@ -58,6 +58,30 @@ def test_bytes_are_those_handed_over(rows: dict[str, StepRow]) -> None:
     assert (sizes["published micro"] or 0) >= 8 + 8 + 4
 
 
+def test_bytes_through_a_link_follow_the_formula_for_rings(rows: dict[str, StepRow]) -> None:
+    world = 2
+    for name in (ZERO_LINE, "dense", "fp16 hook", "PowerSGD rank 1"):
+        assert rows[name].link_bytes == round((rows[name].wire_bytes or 0) * 2 * (world - 1) / world)
+    assert rows[HEADROOM].link_bytes == 0
+    # of two ranks, both collectives send on what was handed over once
+    for name in ("published micro", "micro", "union"):
+        assert rows[name].link_bytes == pytest.approx(rows[name].wire_bytes or 0, abs=1)
+    assert all(row.counted_bytes is None for row in rows.values())
+
+
+def test_bytes_that_an_interface_sent_are_counted(fleet2: Fleet) -> None:
+    setting = StepSetting(**SMALL, methods=("micro",), interface="lo")
+    of_ranks = fleet2.run(measured, setting)
+    assert of_ranks[0] == of_ranks[1]
+    found = {row.name: row for row in of_ranks[0]}
+    # both ranks send through it, and other tests may
+    assert (found[ZERO_LINE].counted_bytes or 0) >= 2 * (found[ZERO_LINE].link_bytes or 0) == 2 * 4 * NUMEL
+    assert found[ZERO_LINE].as_record(None)["ratio_to_formula"] >= 2
+    assert (found["micro"].counted_bytes or 0) > 0
+    assert found[HEADROOM].as_record(None)["ratio_to_formula"] is None
+    assert setting.as_record()["interface"] == "lo"
+
+
 def test_methods_of_ours_say_where_the_time_went(rows: dict[str, StepRow]) -> None:
     for name in ("dense", "micro", "union"):
         assert (rows[name].select_seconds or 0) > 0

@@ -71,6 +71,17 @@ def test_steps_as_json_alone() -> None:
     assert [row["name"] for row in found["rows"]] == ["plain DDP", "no-op hook", "dense"]
 
 
+def test_bytes_by_counter_are_shown_where_an_interface_is_named() -> None:
+    order = [*STEP, "--methods", "micro", "--interface", "lo", "--threads", 1]
+    done = call(*order, "--json", "steps.json")
+    assert done.code == 0, done
+    for told in ("by counter", "by formula", "ratio"):
+        assert told in done.out
+    found = json.loads(Path("steps.json").read_text())
+    assert found["setting"].items() >= {"interface": "lo", "threads": 1}.items()
+    assert all(row["counted_bytes"] > 0 for row in found["rows"])
+
+
 def test_kernels_are_shown_and_written() -> None:
     done = call(*KERNELS, "--json", "kernels.json")
     assert done.code == 0, done
@@ -95,6 +106,8 @@ def test_kernels_as_json_alone() -> None:
         ("step --density 0", "density must lie in (0, 1], not 0.0"),
         ("step --steps 0", "steps must be at least 1, not 0"),
         ("step --workers 0", "workers must be at least 1, not 0"),
+        ("step --threads 0", "threads must be at least 1, not 0"),
+        ("step --interface eht7", "--interface: there is no 'eht7' on this machine"),
         ("step --parameters 5 --model resnet18", "--parameters and --model exclude one another"),
         ("step --parameters many", "Invalid value for '--parameters'"),
         ("step --model resnet", "unknown model 'resnet'"),
@@ -151,6 +164,7 @@ def test_who_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_crew(None, None, "cpu") == Crew(2, "cpu", "gloo")
     assert make_crew(None, 3, "cpu") == Crew(3, "cpu", "gloo")
     assert make_crew(place, None, "cpu") == Crew(4, "cpu", "gloo")
+    assert make_crew(place, None, "cpu", 2) == Crew(4, "cpu", "gloo", threads=2)
     with pytest.raises(UsageError, match="torchrun started 4 workers, but 3 are asked for"):
         make_crew(place, 3, "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

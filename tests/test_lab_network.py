@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -82,9 +83,9 @@ def test_a_command_that_fails_is_named_and_nothing_is_left(tools: Path) -> None:
     assert lab.name not in names.processes().values()
 
 
-def test_a_lab_that_is_not_there_has_no_process() -> None:
-    lab = Network.__new__(Network)
-    lab._holder = None
+def test_a_lab_that_is_not_there_has_no_process(tools: Path) -> None:
+    put_tools(tools)
+    lab = Network(Layout(1))
     with pytest.raises(RuntimeError, match="use `with Network"):
         lab.inside(["true"])
     lab.close()
@@ -173,14 +174,15 @@ def test_two_labs_at_the_same_time() -> None:
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
 def test_nothing_is_left_after_the_context(error: type[BaseException] | None) -> None:
     before = interfaces()
-    with pytest.raises(error or ZeroDivisionError), Network(Layout(2, parse_rate("1gbit"))) as lab:  # noqa: PT012
-        subprocess.Popen(lab.inside(["sleep", "600"], 1), env=lab.environment(), start_new_session=True)
+    raised = contextlib.nullcontext() if error is None else contextlib.suppress(error)
+    with raised, Network(Layout(2, parse_rate("1gbit"))) as lab:
+        asleep = subprocess.Popen(lab.inside(["sleep", "600"], 1), env=lab.environment(), start_new_session=True)
         until(lambda: len(processes_of(os.getpid())) >= 4, "a process on a host")
         owned = belongings(os.getpid())
         if error is not None:
             raise error
-        raise ZeroDivisionError
     assert_gone(owned, before)
+    assert asleep.wait(timeout=30) == -signal.SIGKILL
 
 
 @pytest.mark.root

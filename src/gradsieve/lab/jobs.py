@@ -74,13 +74,16 @@ def run_job(
     """
     hosts = network.layout.hosts
     agents: list[_Agent] = []
-    with contextlib.ExitStack() as stack:
-        for host in range(hosts):
-            agent = _start(network, host, agent_command(hosts, host, script), environment or {})
-            stack.callback(agent.end)
-            agents.append(agent)
-        failure = _followed(agents, seconds)
-    ended = [agent.ended() for agent in agents]
+    with contextlib.ExitStack() as files:
+        try:
+            for host in range(hosts):
+                command = agent_command(hosts, host, script)
+                agents.append(_start(network, host, command, environment or {}, files))
+            failure = _followed(agents, seconds)
+        finally:
+            for agent in agents:
+                agent.end()
+        ended = [agent.ended() for agent in agents]
     if failure is not None:
         raise JobError(failure.told(ended), ended)
     return ended
@@ -105,11 +108,18 @@ class _Agent:
         return Ended(self.host, self.process.wait(), _read(self.output), _read(self.errors))
 
 
-def _start(network: Network, host: int, command: Sequence[str], environment: Mapping[str, str]) -> _Agent:
+def _start(
+    network: Network,
+    host: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    files: contextlib.ExitStack,
+) -> _Agent:
     # workers are in sessions of their own, which no signal to the agent's reaches
     alone = ["unshare", "--pid", "--fork", "--kill-child", f"--wd={Path.cwd()}"]
     # files without a name: none is left, however this ends
-    output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - the agent's to write and ours to read
+    output = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
+    errors = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     process = subprocess.Popen(
         network.inside([*alone, *command], host),
         stdin=subprocess.DEVNULL,
@@ -122,9 +132,8 @@ def _start(network: Network, host: int, command: Sequence[str], environment: Map
 
 
 def _read(file: IO[bytes]) -> str:
-    with file:
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 class _Failure(NamedTuple):

@@ -9,6 +9,7 @@ the last process the networks go. So there is nothing to clean up, after `kill -
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -82,7 +83,8 @@ class Network:
             return
         try:
             # ends the pipe; the holder is gone only when all of the lab's processes are
-            holder.communicate(timeout=CLOSE_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                holder.communicate(timeout=CLOSE_SECONDS)
         finally:
             holder.kill()
             holder.wait()
