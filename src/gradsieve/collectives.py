@@ -6,8 +6,14 @@ once, for one rank, and reads the same in all.
 
 Bytes are counted here, where they are handed over: the input of an all-gather, all-reduce or all-to-all, and of a
 broadcast at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms
-that process groups use. All ranks bring the same shape, so an empty message is no message. Results may be shared
+that process groups use, and by the direct ones that take their place for short messages ([Note: direct]). All ranks
+bring the same shape, so an empty message is no message. Results may be shared
 between ranks: read them, do not write into them.
+
+[Note: direct]
+In a ring of N ranks a message takes N - 1 hops, one after the other, and twice as many if it is summed up on its way:
+for a short one that is nearly all of its time. Sent from everyone to everyone it takes one, and a sum two, for the same
+bytes: every rank sums one stretch and tells all. gloo knows rings only, so there short messages travel as all-to-alls.
 
 A collective that a process group gives up is an `ExchangeError` that says which one it was.
 """
@@ -32,6 +38,9 @@ T = TypeVar("T")
 # `all_gather_into_tensor` was renamed in torch 2.13.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+DIRECT_BYTES = 1 << 23
+"""Up to so many, over all that it is for, a rank sends a message directly over gloo: see [Note: direct]."""
 
 _OF_THIS_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that a collective may meet with and that no other rank has to do with."""
@@ -199,8 +208,12 @@ class GroupCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = group
+        # with two ranks a ring is direct
+        self._knows_rings_only = dist.get_backend(group) == "gloo" and device.type == "cpu" and self.world > 2
 
     async def _all_gather(self, tensor: Tensor) -> Tensor:
+        if self._goes_directly(self.world * tensor.nbytes):
+            return await self._told(tensor)
         gathered = tensor.new_empty((self.world, *tensor.shape))
         await self._done(
             _all_gather_into(_as_bytes(gathered), _as_bytes(tensor), group=self._group, async_op=self._overlaps)
@@ -208,13 +221,28 @@ class GroupCollectives(Collectives):
         return gathered
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._goes_directly(tensor.nbytes):
+            stretches = await self._swapped(_in_equal_parts(tensor.reshape(-1), self.world))
+            total = await self._told(stretches.sum(0, dtype=tensor.dtype))
+            return total.reshape(-1)[: tensor.numel()].view(tensor.shape)
         await self._done(dist.all_reduce(tensor, group=self._group, async_op=self._overlaps))
         return tensor
 
     async def _all_to_all(self, tensor: Tensor) -> Tensor:
-        arrived = tensor.new_empty(tensor.shape)
+        return await self._swapped(tensor)
+
+    def _goes_directly(self, num_bytes: int) -> bool:
+        return self._knows_rings_only and num_bytes <= DIRECT_BYTES
+
+    async def _told(self, tensor: Tensor) -> Tensor:
+        """Everyone's tensor, sent from each to each."""
+        return await self._swapped(tensor.expand(self.world, *tensor.shape).contiguous())
+
+    async def _swapped(self, rows: Tensor) -> Tensor:
+        """What each rank has for this one; row r is for rank r."""
+        arrived = rows.new_empty(rows.shape)
         await self._done(
-            dist.all_to_all_single(_as_bytes(arrived), _as_bytes(tensor), group=self._group, async_op=self._overlaps)
+            dist.all_to_all_single(_as_bytes(arrived), _as_bytes(rows), group=self._group, async_op=self._overlaps)
         )
         return arrived
 
@@ -245,6 +273,11 @@ class OverlappedCollectives(GroupCollectives):
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Flat, as gloo takes a concatenation, not a stack; as bytes, as it does not move every type."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _in_equal_parts(vector: Tensor, parts: int) -> Tensor:
+    """As a table with a row for each part, with zeros at its end where they do not come out even."""
+    return torch.nn.functional.pad(vector, (0, -len(vector) % parts)).view(parts, -1)
 
 
 class TeamCollectives(Collectives):

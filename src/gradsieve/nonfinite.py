@@ -45,7 +45,8 @@ def pieces(gradient: Tensor) -> Sequence[Tensor]:
 
 def is_finite(gradient: Tensor) -> bool:
     """Are all entries numbers, and finite? Waits for the device."""
-    if gradient.numel() == 0:
+    # a sum is not finite if an entry is not; the reverse is not so, but seldom
+    if gradient.numel() == 0 or math.isfinite(gradient.sum()):
         return True
     return all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(gradient)).tolist())
 

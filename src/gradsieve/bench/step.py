@@ -213,7 +213,9 @@ def _model(
     megabytes = 4 * sum(math.prod(shape) for shape in shapes) // (1 << 20) + 1
     # None is DDP's default, as users have it
     cap = 2 * megabytes if one_bucket else None
-    return DistributedDataParallel(GivenModel(shapes, device), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        GivenModel(shapes, device), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True
+    )
 
 
 def _lap(

@@ -34,6 +34,7 @@ _HEAD = tl.constexpr(HEAD)
 
 RANKS = 32
 """Ranks whose counts `decide` looks at at a time."""
+COUNT_WARPS = 4
 DECIDE_WARPS = 1
 
 
@@ -184,7 +185,7 @@ def count(acc: Tensor, tiling: Tiles, sight: Sight, found: Found, decision: Deci
         NARROW=found.narrow,
         TILES=tiles,
         ENTRIES=entries,
-        num_warps=4,
+        num_warps=COUNT_WARPS,
     )
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels.pick import thinned
+from gradsieve.kernels.sieve import num_ones
 from gradsieve.kernels.tiling import MARKED, Decision
 
 WORDS = MARKED // 32
@@ -18,18 +19,16 @@ WORDS = MARKED // 32
 
 
 @triton.jit
-def _marks_of(marks, chunk, num_words, WORDS: tl.constexpr):
-    """The marks of a chunk as a table of words by bits."""
-    word = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    held = tl.load(marks + word, mask=word < num_words, other=0)
-    bit = tl.arange(0, 32)
-    return word, bit, (held[:, None] >> bit[None, :]) & 1
+def _marks_of(marks, num_words, WORDS: tl.constexpr):
+    """The words of this program's chunk, and which they are."""
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    return word, tl.load(marks + word, mask=word < num_words, other=0)
 
 
 @triton.jit(do_not_specialize=["num_words"])
 def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):
-    _, _, marked = _marks_of(marks, tl.program_id(0), num_words, WORDS)
-    tl.store(chunk_counts + tl.program_id(0), tl.sum(marked))
+    _, held = _marks_of(marks, num_words, WORDS)
+    tl.store(chunk_counts + tl.program_id(0), tl.sum(num_ones(held)))
 
 
 @triton.jit(do_not_specialize=["num_words", "num_chunks", "target", "percent", "capacity"])
@@ -42,17 +41,21 @@ def _merge(
     distinct = tl.load(upto + num_chunks - 1)
     # too many: what is left out stays in the residual
     kept = tl.where(100 * distinct > percent * target.to(tl.int64), target.to(tl.int64), distinct)
-    word, bit, marked = _marks_of(marks, chunk, num_words, WORDS)
-    in_word = tl.sum(marked, axis=1).to(tl.int64)
-    base = before + tl.cumsum(in_word) - in_word
-    number = base[:, None] + tl.cumsum(marked.to(tl.int64), axis=1) - 1
-    place = number
-    # nearly always all stay, and divisions take long
-    if kept < distinct:
-        place = thinned(number, distinct, kept)
-    index = word[:, None] * 32 + bit[None, :]
-    shown = (marked == 1) & (place >= 0) & (place < capacity)
-    tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)
+    word, held = _marks_of(marks, num_words, WORDS)
+    in_word = num_ones(held)
+    number = before + (tl.cumsum(in_word) - in_word)
+    # few are marked: bit by bit takes fewer turns than a word has bits
+    for _ in range(tl.max(in_word)):
+        lowest = held & -held
+        index = word * 32 + num_ones(lowest - 1)
+        place = number
+        # nearly always all stay, and divisions take long
+        if kept < distinct:
+            place = thinned(number, distinct, kept)
+        shown = (held != 0) & (place >= 0) & (place < capacity)
+        tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)
+        held ^= lowest
+        number += 1
     if chunk == 0:
         travelled = tl.load(record + 5)
         tl.store(record + 6, distinct)

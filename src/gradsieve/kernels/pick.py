@@ -20,8 +20,9 @@ from gradsieve.kernels.ladder import (
 from gradsieve.kernels.tiling import HEAD, MOST_CHUNKS, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
-FEWER = 4
+FEWER = 2
 """Picking takes so many times fewer tiles side by side than counting: it takes more of each entry."""
+PICK_WARPS = 2
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _CHUNKS = tl.constexpr(MOST_CHUNKS)
 _HEAD = tl.constexpr(HEAD)
@@ -173,5 +174,5 @@ def pick(
         NARROW=found.narrow,
         TILES=side_by_side,
         ENTRIES=entries,
-        num_warps=4,
+        num_warps=PICK_WARPS,
     )

@@ -127,6 +127,10 @@ def largest(scores: Tensor, k: int) -> Tensor:
 
 def merged(indices: Tensor) -> Tensor:
     """The distinct ones of `indices`."""
+    if indices.device.type == "cpu":
+        # they come as a few ascending runs, which a merge sort makes use of
+        ordered = np.sort(indices.numpy(), kind="stable")
+        return torch.from_numpy(ordered[np.diff(ordered, prepend=-1) != 0])
     distinct: Tensor = torch.unique(indices)
     return distinct
 

@@ -15,7 +15,7 @@ ENTRIES = 1024
 """Entries of the support that a program handles."""
 WRITTEN = 128
 """Entries that a program writes at a time: more than a tile nearly ever has."""
-WRITE_WARPS = 8
+WRITE_WARPS = 16
 
 
 @triton.jit(do_not_specialize=["capacity", "stride"])

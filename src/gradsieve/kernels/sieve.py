@@ -179,8 +179,9 @@ def _sieve(
             total = (kept.to(tl.float64) + taken).to(acc.dtype.element_ty)
         else:
             total = (kept.to(tl.float32) + taken.to(tl.float32)).to(acc.dtype.element_ty)
+        # the cache is to keep the residual's lines until they are full, whatever streams by
         if begin + BLOCK <= length:
-            tl.store(target, total)
+            tl.store(target, total, eviction_policy="evict_last")
         else:
             tl.store(target, total, mask=place < length)
         if COLLECT:
