@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from command_line import MODULE, Done, call, complaint, finish, spawn, started, until
-from gradsieve.bench.counters import Traffic
 from gradsieve.bench.figures import Spread
 from gradsieve.bench.step import StepRow, StepSetting, zero_line_of
 from gradsieve.cli import lab as command
 from gradsieve.cli.lab import bench_command
+from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.jobs import Ended, JobError
 from gradsieve.lab.layout import Layout

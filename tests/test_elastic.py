@@ -21,7 +21,7 @@ from gradsieve import METHODS
 from gradsieve.checks import UsageError
 from gradsieve.runs import read_run
 from gradsieve.training.checkpoint import load_checkpoint, save_checkpoint
-from gradsieve.training.processes import Processes
+from gradsieve.training.processes import Processes, Sieved
 from gradsieve.training.session import _check_beginning
 from gradsieve.training.virtual import Virtual
 from small_runs import plan
@@ -75,7 +75,8 @@ def _loaded(folder: Path) -> torch.Tensor:
 
 
 def _owed(engine: Processes) -> torch.Tensor:
-    return torch.cat([residual.flatten() for residual in engine._sieve.residuals().values()]).double()
+    assert isinstance(engine._average, Sieved)
+    return torch.cat([residual.flatten() for residual in engine._average.sieve.residuals().values()]).double()
 
 
 @pytest.mark.faults

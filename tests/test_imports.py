@@ -21,7 +21,7 @@ def layers_of(package: str, *layers: str) -> list[set[str]]:
 
 CORE = layers_of(
     "gradsieve",
-    "checks clock control ddp nonfinite version weights wire",
+    "checks clock control ddp expressions nonfinite version weights wire",
     "types kernels.reference kernels.dispatch kernels.tiling",
     "kernels.__init__ kernels.sieve",
     "kernels.ladder kernels.packing kernels.scatter",
@@ -53,7 +53,7 @@ TASKS = layers_of(
     "cifar ratings text",
     "__init__",
 )
-RECORDS = layers_of("gradsieve", "runs projection")
+RECORDS = layers_of("gradsieve", "baselines counters runs projection")
 TRAINING = layers_of(
     "gradsieve.training",
     "__init__ config place provenance recorder batches evaluation",
@@ -68,7 +68,7 @@ TRAINING = layers_of(
 )
 BENCH = layers_of(
     "gradsieve.bench",
-    "__init__ counters figures given published timing",
+    "__init__ figures given published timing",
     "contenders local",
     "kernels step",
     "start",
@@ -104,6 +104,7 @@ LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *BENCH, *LAB, *REPORT, *C
 """From the bottom up. Modules of one layer do not import one another."""
 
 DISTRIBUTED = {
+    "gradsieve.baselines",
     "gradsieve.bench.contenders",
     "gradsieve.bench.start",
     "gradsieve.bench.step",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command_line import TESTS, started, until
-from gradsieve.bench.counters import Traffic
+from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.layout import Layout, address, parse_rate
 from gradsieve.lab.network import LabError, Network, check_tools

@@ -13,23 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve.baselines import BASELINES, PLAIN, Baseline, baseline, link_bytes
 from gradsieve.bench.published import PublishedMicro
 from gradsieve.checks import UsageError, nearest
 from gradsieve.hook import sparsify
 from gradsieve.methods import METHODS, Method
 from gradsieve.training.config import make_method, method_label, parse_method
 
-ZERO_LINE, HEADROOM = "plain DDP", "no-op hook"
+ZERO_LINE, HEADROOM = PLAIN, "no-op hook"
 """The first rows of every table: what there is without this library, and what no communication would leave."""
 DEFAULT = (
     "dense,topk,cltk,hard_threshold,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4),published_micro"
 )
-POWERSGD_START = 2
-"""PowerSGD's first compressed step: the smallest number that its error feedback allows."""
 
 
 class Seen(NamedTuple):
@@ -71,7 +68,7 @@ def contenders(expressions: list[str], density: float, options: Mapping[str, Any
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(f"--methods names {', '.join(repeated)} twice: once is enough")
-    return [Contender(ZERO_LINE, _plain), Contender(HEADROOM, partial(_hooked, None, noop_hook, 0)), *wanted]
+    return [_of_baseline(baseline("ddp", {})), Contender(HEADROOM, _idle), *wanted]
 
 
 def _contender(expression: str, density: float, options: Mapping[str, Any]) -> Contender:
@@ -84,28 +81,33 @@ def _contender(expression: str, density: float, options: Mapping[str, Any]) -> C
             raise UsageError(f"--methods: {error}") from error
         label = method_label(method) + (f" at {method.density:g}" if "density" in given else "")
         return Contender(label, partial(_sparsified, method, dict(options)))
+    if name in BASELINES:
+        try:
+            return _of_baseline(baseline(name, given))
+        except UsageError as error:
+            raise UsageError(f"--methods: {error}") from error
     if name not in OTHERS:
-        raise UsageError(f"--methods: unknown {name!r}; {nearest(name, [*METHODS, *OTHERS])}")
+        raise UsageError(f"--methods: unknown {name!r}; {nearest(name, [*METHODS, *BASELINES, *OTHERS])}")
     return OTHERS[name](given, density)
 
 
-def _plain(model: DistributedDataParallel) -> Probe:
-    return lambda: _reduced(4 * _numel(model), model)
+def _of_baseline(other: Baseline) -> Contender:
+    return Contender(other.name, partial(_attached, other), other.one_bucket_on_gloo, other.settle)
 
 
-def _reduced(num_bytes: int, model: DistributedDataParallel) -> Seen:
-    """A step that hands so many bytes to all-reduces, and nothing else to anything."""
-    world = dist.get_world_size(model.process_group)
-    return Seen(num_bytes, link_bytes=num_bytes * 2 * (world - 1) / world)
+def _attached(other: Baseline, model: DistributedDataParallel) -> Probe:
+    sent, world = other.attach(model), dist.get_world_size(model.process_group)
+
+    def seen() -> Seen:
+        num_bytes = sent()
+        return Seen(num_bytes, link_bytes=link_bytes(num_bytes, world))
+
+    return seen
 
 
-def _numel(model: DistributedDataParallel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _hooked(state: Any, hook: Any, bytes_per_entry: int, model: DistributedDataParallel) -> Probe:
-    model.register_comm_hook(model.process_group if state is None else state, hook)
-    return lambda: _reduced(bytes_per_entry * _numel(model), model)
+def _idle(model: DistributedDataParallel) -> Probe:
+    model.register_comm_hook(model.process_group, noop_hook)
+    return lambda: Seen(0, link_bytes=0)
 
 
 def _sparsified(method: Method, options: Mapping[str, Any], model: DistributedDataParallel) -> Probe:
@@ -115,34 +117,6 @@ def _sparsified(method: Method, options: Mapping[str, Any], model: DistributedDa
         stats = sieve.stats
         assert stats is not None
         return Seen(stats.wire_bytes, stats.density, stats.select_seconds, stats.exchange_seconds, stats.link_bytes)
-
-    return seen
-
-
-def _half(hook: Any, name: str, given: Mapping[str, Any], density: float) -> Contender:  # noqa: ARG001
-    _only(given, ())
-    return Contender(name, partial(_hooked, None, hook, 2))
-
-
-def _powersgd(given: Mapping[str, Any], density: float) -> Contender:  # noqa: ARG001 - the rank is its density
-    rank = given.get("rank", 1)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise UsageError(f"--methods: the rank of powersgd must be a whole number of at least 1, not {rank!r}")
-    _only(given, ("rank",))
-    # the first compressed step makes its matrices
-    settle = POWERSGD_START + 1
-    return Contender(f"PowerSGD rank {rank}", partial(_with_powersgd, rank), one_bucket_on_gloo=True, settle=settle)
-
-
-def _with_powersgd(rank: int, model: DistributedDataParallel) -> Probe:
-    state = PowerSGDState(model.process_group, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
-    model.register_comm_hook(state, powerSGD_hook)
-    before = 0
-
-    def seen() -> Seen:
-        nonlocal before
-        sent, before = state.total_numel_after_compression - before, state.total_numel_after_compression
-        return _reduced(4 * sent, model)
 
     return seen
 
@@ -218,10 +192,7 @@ def _with_published(density: float, model: DistributedDataParallel) -> Probe:
 
 OTHERS: Mapping[str, Callable[[Mapping[str, Any], float], Contender]] = MappingProxyType(
     {
-        "fp16": partial(_half, fp16_compress_hook, "fp16 hook"),
-        "bf16": partial(_half, bf16_compress_hook, "bf16 hook"),
-        "powersgd": _powersgd,
         "published_micro": _published,
     }
 )
-"""Contenders that are not methods of this library."""
+"""Contenders that are neither methods of this library nor baselines."""

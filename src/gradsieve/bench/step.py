@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench.contenders import DEFAULT, ZERO_LINE, Contender, Seen, contenders
-from gradsieve.bench.counters import sent_bytes
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_whole
+from gradsieve.counters import sent_bytes
 
 DEFAULT_MODEL = "resnet18"
 WIRES, SCOPES = ("float32", "bfloat16"), ("model", "bucket")

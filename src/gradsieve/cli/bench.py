@@ -16,7 +16,6 @@ from rich.console import Console
 
 from gradsieve.bench import kernels, start
 from gradsieve.bench.contenders import DEFAULT
-from gradsieve.bench.counters import check_interface
 from gradsieve.bench.figures import STANDARD_OUTPUT, Spread, as_text, check_file, result, write
 from gradsieve.bench.kernels import KernelRow, KernelSetting
 from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
@@ -24,6 +23,7 @@ from gradsieve.bench.timing import Timer
 from gradsieve.checks import UsageError
 from gradsieve.cli.display import FAILED, PLAIN_WIDTH
 from gradsieve.cli.options import split
+from gradsieve.counters import check_interface
 from gradsieve.training.place import find_place
 from gradsieve.training.runner import check_device, refuse_launcher
 

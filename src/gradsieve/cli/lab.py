@@ -11,13 +11,13 @@ import torch
 import typer
 from rich.console import Console
 
-from gradsieve.bench.counters import Traffic
 from gradsieve.bench.figures import STANDARD_OUTPUT, as_text, check_file, result, write
 from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
 from gradsieve.checks import UsageError, check_number
 from gradsieve.cli.bench import make_console, news, step_table
 from gradsieve.cli.display import FAILED
 from gradsieve.cli.options import split
+from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.jobs import JobError, run_job
 from gradsieve.lab.layout import INTERFACE, MOST_RACKS, Layout, parse_rate

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from gradsieve.bench.counters import Traffic, traffic
 from gradsieve.checks import UsageError
+from gradsieve.counters import Traffic, traffic
 from gradsieve.lab.layout import Layout, host_name, plan, port_name, uplink_name
 from gradsieve.lab.names import MARK, new_name
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from gradsieve import expressions
 from gradsieve.checks import nearest
+from gradsieve.expressions import ExpressionError
 from gradsieve.tasks import cifar, digits, ratings, text
 from gradsieve.tasks.files import existing
 from gradsieve.tasks.task import DataError, Examples, Measure, Noise, Recipe, Task, accuracy
@@ -24,6 +28,7 @@ __all__ = [
     "Recipe",
     "Task",
     "accuracy",
+    "base_model",
     "build_model",
     "load_task",
 ]
@@ -64,11 +69,8 @@ def build_model(task: Task, name: str | None) -> nn.Module:
     """A model of the task's, by default its first, or a user's own: a function that makes one."""
     if name is None:
         name = next(iter(task.models), "")
-    if name in task.models:
-        return task.models[name]()
     if ":" not in name:
-        valid = f"{nearest(name, task.models)}, or your own as package.module:callable"
-        raise DataError(f"the task {task.name} has no model {name!r}; {valid}")
+        return _models_own(task, name)
     own = _named_object(name)
     if not callable(own) or isinstance(own, nn.Module):
         raise DataError(f"{name} is a {type(own).__name__}: a function without arguments that makes a model is needed")
@@ -76,6 +78,31 @@ def build_model(task: Task, name: str | None) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise DataError(f"{name} returned a {type(made).__name__}, not a torch.nn.Module")
     return made
+
+
+def base_model(name: str) -> str:
+    """
+    >>> base_model("mlp(hidden=512)")
+    'mlp'
+    """
+    return name.partition("(")[0]
+
+
+def _models_own(task: Task, text: str) -> nn.Module:
+    """A model of the task's, perhaps with options."""
+    try:
+        name, options = expressions.parse(text)
+    except ExpressionError:
+        name, options = text, {}
+    if name not in task.models:
+        valid = f"{nearest(name, task.models)}, or your own as package.module:callable"
+        raise DataError(f"the task {task.name} has no model {name!r}; {valid}")
+    make = task.models[name]
+    valid_options = inspect.signature(make).parameters if options else {}
+    for option in options:
+        if option not in valid_options:
+            raise DataError(f"the model {name} has no option {option!r}; {nearest(option, valid_options)}")
+    return _called(text, partial(make, **options)) if options else make()
 
 
 def _named_object(name: str) -> Any:

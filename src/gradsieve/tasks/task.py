@@ -110,8 +110,8 @@ class Task:
     name: str
     train: Examples
     test: Examples
-    models: Mapping[str, Callable[[], nn.Module]]
-    """By name; the first is the default."""
+    models: Mapping[str, Callable[..., nn.Module]]
+    """By name; the first is the default. Their arguments, which have defaults, are options of the model."""
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
     """Of outputs and targets: the mean over the batch."""
     measure: Measure = accuracy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import sys
 import types
@@ -13,9 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from gradsieve import expressions
+from gradsieve.baselines import BASELINES, Baseline, baseline
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest, shown
+from gradsieve.expressions import Expression, ExpressionError, written
 from gradsieve.hook import Scope
-from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, method
+from gradsieve.methods import DEFAULT_DENSITY, METHODS, Method, dense, method
 
 Check: TypeAlias = Callable[[str, Any], None]
 
@@ -28,6 +30,7 @@ def _one_of(kind: Any) -> Check:
     return partial(check_choice, valid=get_args(kind))
 
 
+_FINITE = partial(check_number)
 _POSITIVE = partial(check_number, above=0)
 _NOT_NEGATIVE = partial(check_number, at_least=0)
 # longer ones overflow the clocks of process groups
@@ -48,9 +51,13 @@ class TrainConfig:
     """The options of `gradsieve train`. None stands for the task's own choice, or for nothing."""
 
     task: str = _option("digits", "Task by name, or package.module:object for your own.")
-    model: str | None = _option(None, "Model of the task by name, or package.module:callable. Default: the task's.")
+    model: str | None = _option(
+        None, "Model of the task, with options if need be: 'mlp(hidden=512)'; or package.module:callable."
+    )
     data: Path | None = _option(None, "File or folder of the task's data; digits are built in.")
-    method: str = _option("union", "Method, with options if need be: micro, 'micro(control=paper)'.")
+    method: str = _option(
+        "union", "Method, with options if need be: micro, 'micro(control=paper)'; or ddp, fp16, bf16, powersgd(rank=N)."
+    )
     density: float | None = _option(
         None, f"Share of the gradient to send in a step. Default: {DEFAULT_DENSITY}.", check_fraction
     )
@@ -63,6 +70,7 @@ class TrainConfig:
     batch_size: int | None = _option(None, "Examples per worker and step.", _COUNT)
     epochs: int | None = _option(None, "Epochs; the learning rate follows them.", _COUNT)
     steps: int | None = _option(None, "Stop after so many steps; the learning rate does not follow them.", _COUNT)
+    stop_at: float | None = _option(None, "Stop when an evaluation's measure is this good, such as 0.95.", _FINITE)
     lr: float | None = _option(
         None, "Peak learning rate. Default: the task's, in proportion to the global batch.", _POSITIVE
     )
@@ -90,6 +98,10 @@ class TrainConfig:
     tensorboard: bool = _option(False, "Write TensorBoard events into the run's folder.")
     wandb: str | None = _option(None, "Log to this Weights & Biases project.", metavar="PROJECT")
     threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.", _COUNT)
+    interface: str | None = _option(None, "Count the bytes that leave a machine through this one, such as eth0.")
+    passes_alone: int = _option(
+        0, "Passes to time before the first step, without any exchange; their median is kept.", _COUNT_OR_NONE
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -100,10 +112,29 @@ class TrainConfig:
             raise UsageError("workers and virtual exclude one another: processes, or workers in one process")
         if self.virtual is not None and self.scope == "bucket":
             raise UsageError("virtual workers have no buckets: leave scope=bucket out, or use processes (workers)")
-        self.make_method()
+        if self.virtual is not None and (self.interface is not None or self.passes_alone):
+            raise UsageError("virtual workers use no network: leave interface and passes_alone out, or use processes")
+        self._check_baseline() if self.baseline is not None else self.make_method()
 
     def make_method(self) -> Method:
-        return make_method(self.method, self.density)
+        """What is asked for; a baseline averages as `dense` does, but not through this library."""
+        return dense() if self.baseline is not None else make_method(self.method, self.density)
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """What averages in place of this library, if that was asked for."""
+        name, options = parse_method(self.method)
+        return baseline(name, options) if name in BASELINES else None
+
+    def _check_baseline(self) -> None:
+        """PyTorch's own hooks have no options of ours, and no state that could be saved."""
+        valid = {"density": (None,), "virtual": (None,), "checkpoint_every": (None, 0), "wire": ("float32",)}
+        for name, allowed in (valid | {"scope": ("model",)}).items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(
+                    f"{self.method} is PyTorch's own and takes no {name} {getattr(self, name)!r}: it trains over "
+                    "processes, whole, without checkpoints; leave that out, or choose a method of this library"
+                )
 
 
 def make_method(expression: str, density: float | None) -> Method:
@@ -118,45 +149,20 @@ def make_method(expression: str, density: float | None) -> Method:
     return method(name, **options)
 
 
-def parse_method(expression: str) -> tuple[str, dict[str, Any]]:
+def parse_method(expression: str) -> Expression:
     """Name and options of a method expression; bare words are strings."""
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise _not_a_method(expression) from error
-    if isinstance(tree, ast.Name):
-        return tree.id, {}
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
-        raise _not_a_method(expression)
-    options = {}
-    for keyword in tree.keywords:
-        if keyword.arg is None or keyword.arg in options:
-            raise _not_a_method(expression)
-        options[keyword.arg] = _literal(keyword.value, expression)
-    return tree.func.id, options
-
-
-def _literal(node: ast.expr, expression: str) -> Any:
-    if isinstance(node, ast.Name):
-        return node.id
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise _not_a_method(expression) from error
-
-
-def _not_a_method(expression: str) -> UsageError:
-    valid = f"a name ({', '.join(METHODS)}) or name(option=value, ...)"
-    return UsageError(f"{shown(expression)} is not a method: write {valid}")
+        return expressions.parse(expression)
+    except ExpressionError as error:
+        valid = f"a name ({', '.join(METHODS)}) or name(option=value, ...)"
+        raise UsageError(f"{shown(expression)} is not a method: write {valid}") from error
 
 
 def method_label(made: Method) -> str:
     """The method's name, with the options that are not the defaults; the density stands beside it."""
     defaults = METHODS[made.name]().options
     differing = {key: value for key, value in made.options.items() if key != "density" and value != defaults[key]}
-    return (
-        f"{made.name}({', '.join(f'{key}={value!r}' for key, value in differing.items())})" if differing else made.name
-    )
+    return written(made.name, differing)
 
 
 def option_types(config: type[Any]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Outcome(NamedTuple):
     """As rank 0 sees it."""
     stop: bool
     """Some worker was asked to end."""
+    sent_bytes: float | None = None
+    """Through a machine's interface since the step before, as the kernel counted, the mean; None: not counted."""
 
 
 class Engine(ABC):
@@ -38,6 +40,8 @@ class Engine(ABC):
 
     rank: int
     """Of this process."""
+    seconds_alone: float | None = None
+    """Of forward and backward without any exchange, on the slowest worker; None where nobody asked."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
@@ -77,8 +81,12 @@ class Engine(ABC):
         stays what it is."""
 
     @abstractmethod
+    def agreed(self, wish: bool) -> bool:
+        """Does any process wish it? Waits until every one has come here."""
+
     def barrier(self) -> None:
         """Wait until every process has come here."""
+        self.agreed(False)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from gradsieve.baselines import BASELINES
 from gradsieve.checks import UsageError
 from gradsieve.runs import ERROR, METRICS, RESULT, RUN, is_run, read_run
 from gradsieve.tasks import load_task
@@ -61,8 +62,8 @@ def expand(values: Mapping[str, Any], source: str) -> list[TrainConfig]:
     for chosen in itertools.product(*lists):
         cell = {**values, **dict(zip(AXES, chosen, strict=True))}
         given = {name: value for name, value in cell.items() if value is not None}
-        if parse_method(str(given.get("method", "")) or TrainConfig.method)[0] == "dense":
-            given.pop("density", None)  # it has none, and is run once beside the others
+        if parse_method(str(given.get("method", "")) or TrainConfig.method).name in ("dense", *BASELINES):
+            given.pop("density", None)  # they have none, and are run once beside the others
         configs.append(from_mapping(TrainConfig, given, source))
     return list(dict.fromkeys(configs))
 

@@ -47,14 +47,15 @@ class Training:
 
     def run(self) -> Status:
         """Train to the end, or until someone asks to stop; returns how it ended."""
-        stop = False
-        while self._steps_done < self.plan.total_steps and not stop:
+        stop = good_enough = False
+        while self._steps_done < self.plan.total_steps and not stop and not good_enough:
             stop = self._step()
             if self.plan.evaluates_after(self._steps_done):
-                self._evaluate()
-            if self.plan.saves_after(self._steps_done) or (stop and self.plan.config.checkpoint_every):
+                good_enough = self._evaluate()
+            ending = stop or good_enough
+            if self.plan.saves_after(self._steps_done) or (ending and self.plan.config.checkpoint_every):
                 self._save()
-        return "finished" if self._steps_done >= self.plan.total_steps else "interrupted"
+        return "finished" if good_enough or self._steps_done >= self.plan.total_steps else "interrupted"
 
     def _step(self) -> bool:
         began = perf_counter()
@@ -90,16 +91,21 @@ class Training:
             "comm/wire_bytes": stats.wire_bytes,
             "comm/link_bytes": stats.link_bytes,
             "comm/messages": stats.num_messages,
+            **({} if outcome.sent_bytes is None else {"comm/sent_bytes": outcome.sent_bytes}),
             **{f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()},
             "time/step": sum(outcome.seconds.values()),
         }
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Judge the model, where it is written down; returns whether it is good enough to end."""
+        good_enough = False
         if self._recorder is not None:
-            engine, most = self._engine, self.plan.config.eval_examples
-            self._write(evaluate(engine.model, self.plan.task, engine.device, most))
-        # or the others would wait within their next step, and that would count as its time
-        self._engine.barrier()
+            engine, task, most = self._engine, self.plan.task, self.plan.config.eval_examples
+            judged = evaluate(engine.model, task, engine.device, most)
+            self._write(judged)
+            good_enough = self.plan.is_good_enough(judged[f"eval/{task.measure.name}"])
+        # were there nothing to agree on, the others would wait within their next step, and that would be its time
+        return self._engine.agreed(good_enough)
 
     def _write(self, record: Mapping[str, float | int | None]) -> None:
         if self._recorder is None:

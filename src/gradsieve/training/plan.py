@@ -11,7 +11,7 @@ import torch
 
 from gradsieve.checks import UsageError
 from gradsieve.methods import Method
-from gradsieve.tasks import Task, load_task
+from gradsieve.tasks import Task, base_model, load_task
 from gradsieve.training.config import TrainConfig, method_label
 
 PAPER_WORKERS = 4
@@ -49,7 +49,8 @@ class Plan:
 
     @property
     def label(self) -> str:
-        return method_label(self.method)
+        baseline = self.config.baseline
+        return method_label(self.method) if baseline is None else baseline.name
 
     def epoch(self, steps_done: int) -> float:
         return self.place(steps_done) / self.steps_per_epoch
@@ -86,6 +87,11 @@ class Plan:
             return False
         return self.place(steps_done) % max(1, round(self.config.eval_every * self.steps_per_epoch)) == 0
 
+    def is_good_enough(self, value: float) -> bool:
+        """Does a measure of an evaluation end the run?"""
+        goal = self.config.stop_at
+        return goal is not None and (value >= goal if self.task.measure.higher_is_better else value <= goal)
+
     def saves_after(self, steps_done: int) -> bool:
         """Is a checkpoint written after so many steps?"""
         period = self.config.checkpoint_every
@@ -99,7 +105,8 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
     model = config.model or next(iter(task.models), None)
     if model is None:
         raise UsageError(f"the task {task.name} has no models: give one by --model package.module:callable")
-    recipe = task.recipes.get(model, task.recipe)
+    recipe = task.recipes.get(base_model(model), task.recipe)
+    baseline = config.baseline
     batch_size = config.batch_size or recipe.batch_size
     steps_per_epoch = len(task.train) // (world * batch_size)
     if steps_per_epoch == 0:
@@ -120,13 +127,13 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
         "momentum": 0.0 if method.feedback.momentum else recipe.momentum,
         "weight_decay": recipe.weight_decay,
         "clip": recipe.clip,
-        "checkpoint_every": steps_per_epoch,
+        "checkpoint_every": steps_per_epoch if baseline is None else 0,
         "device": default_device(),
     }
     filled = {name: value for name, value in open_options.items() if getattr(config, name) is None}
     # so that the config of a run means the same wherever, and however the method was written
     fixed: dict[str, Any] = {
-        "method": method_label(method),
+        "method": method_label(method) if baseline is None else baseline.expression,
         "density": None if method.name == "dense" else method.density,
         "data": _absolute(config.data),
         "output": _absolute(config.output),

@@ -1,24 +1,90 @@
-"""Workers as processes: DistributedDataParallel with the method as its hook."""
+"""Workers as processes: DistributedDataParallel with the method as its hook, or with one of PyTorch's own."""
 
 from __future__ import annotations
 
+import copy
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve.baselines import Baseline, link_bytes
 from gradsieve.checks import UsageError
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import GroupCollectives, run
+from gradsieve.counters import sent_bytes
 from gradsieve.hook import sparsify
+from gradsieve.layout import Layout
 from gradsieve.states import reshard
 from gradsieve.training.engine import Engine, Outcome, seed_of, slowest
 from gradsieve.training.plan import Plan
+from gradsieve.types import StepStats
 
 PHASES = ("forward", "backward", "select", "exchange", "rest")
+WARMUP_PASSES = 2
+"""Before passes are timed: memory is allocated in them."""
+
+
+class Sieved:
+    """Averages by a method of this library."""
+
+    def __init__(self, ddp: DistributedDataParallel, plan: Plan) -> None:
+        config = plan.config
+        self.sieve = sparsify(ddp, plan.method, scope=config.scope, wire=config.wire, seed=config.seed)
+        self.state_dict = self.sieve.state_dict
+        self.load_state_dict = self.sieve.load_state_dict
+        self.residual_norm = self.sieve.residual_norm
+
+    def stats(self, step: int) -> StepStats:  # noqa: ARG002 - it counts itself
+        if self.sieve.stats is None:
+            raise UsageError(
+                "the model has parameters that its output does not depend on, and DDP waits for their gradients: "
+                "freeze them (requires_grad=False) or remove them"
+            )
+        return self.sieve.stats
+
+
+class ByBaseline:
+    """Averages without this library. What it tells of a step is what is known without looking into it."""
+
+    def __init__(self, ddp: DistributedDataParallel, baseline: Baseline, layout: Layout) -> None:
+        self._probe = baseline.attach(ddp)
+        self._layout = layout
+
+    def stats(self, step: int) -> StepStats:
+        numel, dense_numel, wire_bytes = self._layout.numel, self._layout.dense_numel, self._probe()
+        return StepStats(
+            step=step,
+            numel=numel,
+            target=numel,
+            support=numel,
+            density=1.0,
+            threshold=None,
+            counts=(),
+            imbalance=0.0,
+            wire_bytes=wire_bytes,
+            link_bytes=round(link_bytes(wire_bytes, dist.get_world_size())),
+            num_messages=0,  # nobody counts them
+            dense_numel=dense_numel,
+            dense_bytes=4 * dense_numel,
+            select_seconds=0.0,  # inside backward, where nothing tells it from computing
+            exchange_seconds=0.0,
+        )
+
+    def residual_norm(self) -> float:
+        """PowerSGD keeps one to itself."""
+        return 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("a config with a baseline saves no checkpoints")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002 - as that of a sieve
+        raise AssertionError("a config with a baseline loads no checkpoints")
 
 
 class Processes(Engine):
@@ -26,19 +92,49 @@ class Processes(Engine):
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, device)
-        config = plan.config
         self.rank = dist.get_rank()
-        self._ddp = DistributedDataParallel(
-            self.model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-        )
-        self._sieve = sparsify(self._ddp, plan.method, scope=config.scope, wire=config.wire, seed=config.seed)
         assert dist.group.WORLD is not None
         self._collectives = GroupCollectives(dist.group.WORLD, device)
         self._loss = torch.zeros((), device=device)
+        self.seconds_alone = self._seconds_alone(plan.config.passes_alone)
+        baseline = plan.config.baseline
+        self._ddp = DistributedDataParallel(
+            self.model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=baseline.bucket_megabytes(self._num_parameters(), dist.get_backend()) if baseline else None,
+        )
+        self._average = Sieved(self._ddp, plan) if baseline is None else ByBaseline(self._ddp, baseline, self.layout)
+        self._steps = 0
+        self._sent: int | None = None
+
+    def _num_parameters(self) -> int:
+        return self.layout.numel + self.layout.dense_numel
+
+    def _seconds_alone(self, passes: int) -> float | None:
+        """The median over passes of a copy of the model that no hook watches; all workers take them at once."""
+        if not passes:
+            return None
+        twin, batch, seconds = copy.deepcopy(self.model), self.batches.take(0, self.rank, workers=1), []
+        for _ in range(WARMUP_PASSES + passes):
+            self.barrier()
+            began = perf_counter()
+            with self._autocast():
+                loss = self.plan.task.loss(twin(batch.inputs), batch.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(perf_counter() - began)
+            twin.zero_grad()
+        rows = self._gathered([statistics.median(seconds[WARMUP_PASSES:])], "seconds of passes")
+        return max(row[0] for row in rows)
 
     def gradients(self, step: int) -> None:
-        self._watch = Stopwatch(self.device)
         self._collectives.start_step(step)
+        if self._sent is None and self.plan.config.interface is not None:
+            self.barrier()  # whatever was sent before this is on its way no more
+            self._sent = sent_bytes(self.plan.config.interface)
+        self._watch = Stopwatch(self.device)
         with self.timed("rest"):
             torch.manual_seed(seed_of(self.plan.config.seed, step, self.rank))
             batch = self.batches.take(step, self.rank, workers=1)
@@ -53,25 +149,30 @@ class Processes(Engine):
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def outcome(self, *, stop: bool) -> Outcome:
-        stats = self._sieve.stats
-        if stats is None:
-            raise UsageError(
-                "the model has parameters that its output does not depend on, and DDP waits for their gradients: "
-                "freeze them (requires_grad=False) or remove them"
-            )
+        stats = self._average.stats(self._steps)
+        self._steps += 1
         seconds = dict(self._watch.seconds())
         seconds |= {"select": stats.select_seconds, "exchange": stats.exchange_seconds}
         # the hook runs inside backward
         seconds["backward"] -= stats.select_seconds + stats.exchange_seconds
-        own = [float(stop), float(self._loss.detach()), self._sieve.residual_norm(), *(seconds[p] for p in PHASES)]
-        rows = self._gathered(own, "outcomes")
+        sent = self._newly_sent()
+        facts = [float(stop), float(self._loss.detach()), self._average.residual_norm(), float(sent or 0)]
+        rows = self._gathered([*facts, *(seconds[phase] for phase in PHASES)], "outcomes")
         return Outcome(
             loss=sum(row[1] for row in rows) / len(rows),
             error_norm=sum(row[2] for row in rows) / len(rows),
-            seconds=slowest([dict(zip(PHASES, row[3:], strict=True)) for row in rows]),
+            seconds=slowest([dict(zip(PHASES, row[len(facts) :], strict=True)) for row in rows]),
             stats=stats,
             stop=any(row[0] for row in rows),
+            sent_bytes=None if sent is None else sum(row[3] for row in rows) / len(rows),
         )
+
+    def _newly_sent(self) -> int | None:
+        """Bytes that this machine sent since the step before."""
+        if self._sent is None or self.plan.config.interface is None:
+            return None
+        before, self._sent = self._sent, sent_bytes(self.plan.config.interface)
+        return self._sent - before
 
     def _gathered(self, numbers: list[float], what: str) -> list[list[float]]:
         message = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -79,13 +180,13 @@ class Processes(Engine):
         return rows
 
     def worker_states(self) -> dict[int, dict[str, Any]]:
-        return {self.rank: self._sieve.state_dict()}
+        return {self.rank: self._average.state_dict()}
 
     def load_worker_states(self, read: Callable[[int], dict[str, Any]]) -> None:
-        self._sieve.load_state_dict(read(self.rank))
+        self._average.load_state_dict(read(self.rank))
 
     def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return reshard(states, self.plan.world)
 
-    def barrier(self) -> None:
-        self._gathered([0.0], "arrivals at a barrier")
+    def agreed(self, wish: bool) -> bool:
+        return any(row[0] for row in self._gathered([float(wish)], "wishes at a barrier"))

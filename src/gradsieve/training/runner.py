@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradsieve.checks import UsageError
+from gradsieve.counters import check_interface
 from gradsieve.runs import RunError, is_run, read_run
 from gradsieve.tasks import Task, build_model
 from gradsieve.training.checkpoint import checkpoint_of
@@ -25,7 +26,7 @@ from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_o
 
 MAY_CHANGE = {
     *("epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"),
-    *("timeout", "workers", "virtual"),
+    *("timeout", "workers", "virtual", "stop_at", "interface", "passes_alone"),
 }
 """Options that a resumed run may take anew; but processes stay processes, and virtual workers virtual."""
 
@@ -43,6 +44,7 @@ def train_or_resume(values: Mapping[str, Any], source: str, sinks: Sequence[Sink
     config = from_mapping(TrainConfig, values, source)
     if config.output is None:
         raise UsageError("--auto-resume needs --output: the folder to look for a checkpoint in")
+    _refuse_baseline(config)
     folder = config.output.expanduser().resolve()
     if is_run(folder) and checkpoint_of(folder) is not None:
         return resume(folder, {name: value for name, value in values.items() if name != "output"}, sinks)
@@ -60,6 +62,11 @@ def resume(folder: Path, changes: Mapping[str, Any], sinks: Sequence[Sink] = ())
     return _carried_out(resumed_config(folder, changes), folder, sinks, resume=True)
 
 
+def _refuse_baseline(config: TrainConfig) -> None:
+    if config.baseline is not None:
+        raise UsageError(f"{config.method} is PyTorch's own, and its runs cannot be resumed: start it anew")
+
+
 def _with_workers(folder: Path, changes: Mapping[str, Any], world: int) -> Mapping[str, Any]:
     is_virtual = is_run(folder) and read_run(folder).virtual
     return changes if is_virtual else {"workers": world} | dict(changes)
@@ -69,6 +76,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     """The config of a run to be resumed, with the changes that it may take."""
     if not is_run(folder):
         raise RunError(f"{folder} holds no run to resume: give the folder that gradsieve train wrote")
+    _refuse_baseline(from_mapping(TrainConfig, read_run(folder).config, str(folder)))
     if checkpoint_of(folder) is None:
         raise RunError(f"{folder} has no checkpoint to go on from: it ended before one was written, or wrote none")
     stored = dict(read_run(folder).config)
@@ -143,6 +151,7 @@ def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> P
     _check_sinks(config)
     plan = make_plan(config, world, task)
     _check_backend(plan.config)
+    check_interface(plan.config.interface)
     if plan.config.model not in plan.task.models:
         build_model(plan.task, plan.config.model)
     try:

@@ -213,7 +213,7 @@ def _description(plan: Plan, engine: Engine) -> dict[str, Any]:
     measure = plan.task.measure
     return {
         "label": plan.label,
-        "method": repr(plan.method),
+        "method": repr(plan.method) if plan.config.baseline is None else plan.config.method,
         "density": plan.method.density,
         "world": plan.world,
         "task": plan.task.name,
@@ -228,6 +228,7 @@ def _description(plan: Plan, engine: Engine) -> dict[str, Any]:
             "sparsified": engine.layout.numel,
             "dense": engine.layout.dense_numel,
         },
+        "seconds_alone": engine.seconds_alone,
         "steps_per_epoch": plan.steps_per_epoch,
         "total_steps": plan.total_steps,
         "config": to_mapping(plan.config),

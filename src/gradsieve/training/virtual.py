@@ -99,5 +99,6 @@ class Virtual(Engine):
     def resized(self, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return self._simulation.converted(states, self.plan.world)
 
-    def barrier(self) -> None:
+    def agreed(self, wish: bool) -> bool:
         """All workers are here."""
+        return wish

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench import counters
-from gradsieve.bench.counters import Traffic, check_interface, parse, sent_bytes, traffic
+from gradsieve import counters
 from gradsieve.checks import UsageError
+from gradsieve.counters import Traffic, check_interface, parse, sent_bytes, traffic
 
 DEV = """\
 Inter-|   Receive                                     |  Transmit
