@@ -66,11 +66,18 @@ TRAINING = layers_of(
     "runner",
     "grid",
 )
+COST = layers_of(
+    "gradsieve.cost",
+    "__init__ machine messages",
+    "step",
+    "advice check",
+)
 BENCH = layers_of(
     "gradsieve.bench",
     "__init__ figures given published timing",
     "contenders local",
-    "kernels step",
+    "kernels links",
+    "step",
     "start",
 )
 LAB = layers_of(
@@ -100,12 +107,13 @@ CLI = layers_of(
 )
 MAIN = layers_of("gradsieve", "__main__")
 
-LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *BENCH, *LAB, *REPORT, *CLI, *MAIN]
+LAYERS = [*CORE, *MODELS, *TASKS, *RECORDS, *TRAINING, *COST, *BENCH, *LAB, *REPORT, *CLI, *MAIN]
 """From the bottom up. Modules of one layer do not import one another."""
 
 DISTRIBUTED = {
     "gradsieve.baselines",
     "gradsieve.bench.contenders",
+    "gradsieve.bench.links",
     "gradsieve.bench.start",
     "gradsieve.bench.step",
     "gradsieve.collectives",

@@ -6,7 +6,8 @@ import gc
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
+from gradsieve.bench.links import Circumstances, circumstances
 from gradsieve.bench.step import Hear, StepRow, StepSetting, measure
 from gradsieve.checks import UsageError, check_whole
 from gradsieve.training.place import Place, meeting_point
@@ -66,6 +68,14 @@ def joined(setting: StepSetting, crew: Crew, place: Place, hear: Hear, environme
     meeting = meeting_point(place, environment)
     seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting)
     _measure(setting, crew, seat, hear)
+
+
+def surveyed(numel: int, crew: Crew, place: Place, environment: Mapping[str, str]) -> Circumstances:
+    """What steps of so many parameters would be measured under, as one of the workers that a launcher started."""
+    seat = Seat(place.rank, place.world, place.local_rank, place.local_world, meeting_point(place, environment))
+    with _group(crew, seat) as device:
+        assert dist.group.WORLD is not None
+        return circumstances(numel, dist.group.WORLD, device)
 
 
 def started(setting: StepSetting, crew: Crew, hear: Hear) -> None:
@@ -121,14 +131,21 @@ def _work(rank: int, setting: StepSetting, crew: Crew, meeting: str, pipe: Conne
     # local workers meet on the loopback interface, whatever the machine's name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    def tell(row: StepRow) -> None:
+    def tell(heard: StepRow | Circumstances) -> None:
         if rank == 0:
-            pipe.send(row)
+            pipe.send(heard)
 
     _measure(setting, crew, Seat(rank, crew.world, rank, crew.world, meeting), tell)
 
 
 def _measure(setting: StepSetting, crew: Crew, seat: Seat, hear: Hear) -> None:
+    with _group(crew, seat) as device:
+        measure(setting, device, hear)
+
+
+@contextmanager
+def _group(crew: Crew, seat: Seat) -> Iterator[torch.device]:
+    """The process group of all that measure; yields this one's device."""
     torch.set_num_threads(crew.threads or max(1, (os.cpu_count() or 1) // seat.local_world))
     device = own_device(crew.device, seat.local_rank)
     dist.init_process_group(
@@ -139,7 +156,7 @@ def _measure(setting: StepSetting, crew: Crew, seat: Seat, hear: Hear) -> None:
         timeout=timedelta(minutes=10),
     )
     try:
-        measure(setting, device, hear)
+        yield device
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsieve.bench.contenders import DEFAULT, ZERO_LINE, Contender, Seen, contenders
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
+from gradsieve.bench.links import Circumstances, circumstances
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_whole
 from gradsieve.counters import sent_bytes
 
@@ -43,6 +44,8 @@ class StepSetting:
     scope: str = SCOPES[0]
     interface: str | None = None
     """Through which a machine reaches the others; what leaves through it is counted."""
+    links: bool = False
+    """Measure link and machine first, for the cost model."""
 
     def __post_init__(self) -> None:
         try:
@@ -114,7 +117,7 @@ class StepRow(NamedTuple):
         return self.counted_bytes / self.link_bytes if self.counted_bytes is not None and self.link_bytes else None
 
 
-Hear: TypeAlias = Callable[[StepRow], None]
+Hear: TypeAlias = Callable[[StepRow | Circumstances], None]
 
 
 def zero_line_of(rows: Sequence[StepRow]) -> StepRow | None:
@@ -145,6 +148,8 @@ def measure(setting: StepSetting, device: torch.device, hear: Hear) -> None:
     """
     # none is let go of before the end: a thread of its own that held the last reference could not end it
     groups = [_row_group()]
+    if setting.links and dist.get_world_size() > 1:
+        hear(circumstances(sum(map(math.prod, setting.shapes())), groups[0], device))
     for contender in setting.contenders():
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, _outcome(contender, setting, device, groups[-1]))

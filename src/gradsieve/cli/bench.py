@@ -18,6 +18,7 @@ from gradsieve.bench import kernels, start
 from gradsieve.bench.contenders import DEFAULT
 from gradsieve.bench.figures import STANDARD_OUTPUT, Spread, as_text, check_file, result, write
 from gradsieve.bench.kernels import KernelRow, KernelSetting
+from gradsieve.bench.links import Circumstances
 from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
 from gradsieve.bench.timing import Timer
 from gradsieve.checks import UsageError
@@ -75,6 +76,9 @@ def step(
         Optional[str],  # noqa: UP045
         typer.Option("--interface", help="Count the bytes that leave a machine through this one, such as eth0."),
     ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="Measure bandwidth, latency and local work first, for plan --check.")
+    ] = False,
     device: Device = None,
     json: Json = None,
 ) -> int:
@@ -85,18 +89,24 @@ def step(
     """
     place = find_place(os.environ)
     place = place if place is not None and place.world > 1 else None
-    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, interface)
+    setting = StepSetting(
+        parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, interface, links
+    )
     check_interface(interface)
     check_device(device)
     check_file(json)
     crew = start.make_crew(place, workers, device, threads)
     rows: list[StepRow] = []
+    under: dict[str, Any] = {}
     console, failure = make_console(quiet=json == STANDARD_OUTPUT or (place is not None and place.rank > 0)), None
     with news(console) as tell:
 
-        def hear(row: StepRow) -> None:
-            rows.append(row)
-            tell(row.name)
+        def hear(heard: StepRow | Circumstances) -> None:
+            if isinstance(heard, Circumstances):
+                under.update(heard.as_record())
+                return
+            rows.append(heard)
+            tell(heard.name)
 
         try:
             if place is not None:
@@ -109,7 +119,7 @@ def step(
         zero_line = zero_line_of(rows)
         told = setting.as_record() | crew._asdict()
         measured = result("step", torch.device(crew.device), told, [row.as_record(zero_line) for row in rows])
-        measured["failure"] = failure
+        measured |= {"failure": failure, **under}
         _show(console, measured, [step_table(_title(told), rows)], json)
     return FAILED if failure is not None or all(row.error is not None for row in rows) else 0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_format
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Optional
 
 import torch
@@ -39,6 +40,8 @@ class Measured(NamedTuple):
     """Of each host, over the whole job."""
     uplink: Traffic | None
     failure: str | None
+    under: Mapping[str, Any] = MappingProxyType({})
+    """Link and machine as the job found them, for `gradsieve plan --check`."""
 
     def as_record(self) -> dict[str, Any]:
         return {
@@ -46,6 +49,7 @@ class Measured(NamedTuple):
             "hosts": [traffic._asdict() for traffic in self.traffic],
             "uplink": None if self.uplink is None else self.uplink._asdict(),
             "failure": self.failure,
+            **self.under,
         }
 
 
@@ -143,14 +147,16 @@ def _threads(hosts: int) -> int:
 
 def _measured(layout: Layout, setting: StepSetting, seconds: float) -> Measured:
     rows: list[StepRow] = []
-    failure = None
+    failure, under = None, {}
     with Network(layout) as network:
         try:
             ended = run_job(network, bench_command(setting, _threads(layout.hosts)), seconds=seconds)
-            rows = _rows(ended[0].output)
+            told = json_format.loads(ended[0].output)
+            rows = [StepRow.from_record(row) for row in told["rows"]]
+            under = {key: told[key] for key in ("link", "machine") if key in told}
         except JobError as error:
             failure = str(error)
-        return Measured(layout, rows, network.host_traffic(), network.uplink_traffic(), failure)
+        return Measured(layout, rows, network.host_traffic(), network.uplink_traffic(), failure, under)
 
 
 def bench_command(setting: StepSetting, threads: int) -> list[str]:
@@ -162,12 +168,8 @@ def bench_command(setting: StepSetting, threads: int) -> list[str]:
         *(*size, *shapes, "--density", repr(setting.density)),
         *("--steps", str(setting.steps), "--warmup", str(setting.warmup), "--methods", ",".join(setting.methods)),
         *("--wire", setting.wire, "--scope", setting.scope),
-        *("--threads", str(threads), "--interface", INTERFACE),
+        *("--threads", str(threads), "--interface", INTERFACE, "--links"),
     ]
-
-
-def _rows(output: str) -> list[StepRow]:
-    return [StepRow.from_record(row) for row in json_format.loads(output)["rows"]]
 
 
 def _record(told: dict[str, Any], measured: Sequence[Measured]) -> Any:
