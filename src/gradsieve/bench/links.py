@@ -103,15 +103,18 @@ class Place(NamedTuple):
 def measured_link(place: Place) -> Link:
     """Latency by a message of nothing, bandwidth by one that is as long as it takes."""
     team, world = GroupCollectives(place.group, place.device), place.world
-    # TODO(after the change to direct messages): collectives.DIRECT_BYTES
-    on_gloo = dist.get_backend(place.group) == "gloo" and place.device.type == "cpu" and world > 2
-    link = Link(math.inf, 0.0, getattr(collectives, "DIRECT_BYTES", 0) if on_gloo else 0)
+    link = Link(math.inf, 0.0, direct_bytes(dist.get_backend(place.group), place.device.type))
     short = Message("all_gather", SHORT_BYTES)
     own = torch.zeros(SHORT_BYTES // 8, dtype=torch.int64, device=place.device)
     waiting = place.seconds(lambda: run(team.all_gather(own)), SHORT_REPEATS)
     num_rounds = rounds(short, world, direct=goes_directly(short, world, link))
     latency = waiting / max(1, num_rounds)
     return replace(link, latency=latency, bandwidth=_bandwidth(place, latency))
+
+
+def direct_bytes(backend: str, device_type: str) -> int:
+    """Up to which size this library sends messages directly: gloo knows rings only, others choose by themselves."""
+    return int(getattr(collectives, "DIRECT_BYTES", 0)) if (backend, device_type) == ("gloo", "cpu") else 0
 
 
 def _bandwidth(place: Place, latency: float) -> float:
@@ -144,7 +147,8 @@ def measured_machine(numel: int, place: Place) -> Machine:
     timed = partial(place.seconds, repeats=REPEATS)
     add = timed(entries.take_in)
     one_rank, four_ranks = (timed(partial(entries.project, rank)) for rank in (1, HIGHER_RANK))
-    many = num_entries
+    many, small = num_entries, Setup(place.world, SMALL_ENTRIES, (0, SMALL_ENTRIES))
+    whole_step = plain_step(micro(density=DENSITY), small, place.device)
     return Machine(
         add=add / many,
         sweep=timed(entries.gradient.zero_) / many,
@@ -158,9 +162,7 @@ def measured_machine(numel: int, place: Place) -> Machine:
         low_rank_more=max(0.0, four_ranks - one_rank) / (HIGHER_RANK - 1) / many,
         column=0.0,  # within the two before
         tensor=timed(entries.take_in_tensors) / NUM_TENSORS,
-        step=timed(
-            plain_step(micro(density=DENSITY), Setup(place.world, SMALL_ENTRIES, (0, SMALL_ENTRIES)), place.device).call
-        ),
+        step=timed(whole_step.call),
         crowding=max(1.0, add / _alone(place, entries.take_in)),
     )
 
@@ -180,9 +182,8 @@ def _scaled(known: Machine, place: Place, num_entries: int) -> Machine:
 
     factor = place.seconds(sweep, REPEATS) / num_entries / (known.add + known.sweep)
     of_the_host = {"column", "tensor", "step", "crowding"}
-    changed = {
-        field.name: factor * getattr(known, field.name) for field in fields(known) if field.name not in of_the_host
-    }
+    names = [field.name for field in fields(known) if field.name not in of_the_host]
+    changed = {name: factor * getattr(known, name) for name in names}
     return replace(known, **changed)
 
 

@@ -18,6 +18,7 @@ from gradsieve.cli.demo import demo
 from gradsieve.cli.display import INTERRUPTED
 from gradsieve.cli.lab import lab
 from gradsieve.cli.options import takes_train_options
+from gradsieve.cli.plan import plan
 from gradsieve.cli.report import report
 from gradsieve.cli.train import train
 from gradsieve.training.grid import AXES
@@ -40,6 +41,7 @@ app.command()(takes_train_options(compare, several=AXES))
 app.command()(report)
 app.add_typer(bench)
 app.command()(lab)
+app.command()(plan)
 
 
 def _show_version(value: bool) -> None:

@@ -207,15 +207,15 @@ def step_table(title: str, rows: Sequence[StepRow]) -> rich.table.Table:
     columns = ["", "median", "10 % to 90 %", "of dense", "bytes", "density", "select", "exchange"]
     counted = any(row.counted_bytes is not None for row in rows)
     columns += ["by counter", "by formula", "ratio"] if counted else []
-    table, zero_line = _table(title, columns), zero_line_of(rows)
+    table, zero_line = make_table(title, columns), zero_line_of(rows)
     for row in rows:
         if row.error is not None:
-            _add(table, row.name, ["-"] * (len(columns) - 1))
+            add_row(table, row.name, ["-"] * (len(columns) - 1))
             continue
         cells = [*_times(row.seconds), _ratio(row.ratio(zero_line)), _whole(row.wire_bytes), _percent(row.density)]
         cells += [_milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)]
         cells += [_whole(row.counted_bytes), _whole(row.link_bytes), _ratio(row.ratio_to_formula())] if counted else []
-        _add(table, row.name, cells)
+        add_row(table, row.name, cells)
     return table
 
 
@@ -225,25 +225,25 @@ def _kernel_table(numel: int, rows: Sequence[KernelRow]) -> rich.table.Table:
     told = "" if floor is None else f", floor {1000 * floor:.4g}"
     title = f"{numel:,} entries: milliseconds of a call{told}{speed}"
     columns = ("", "median", "10 % to 90 %", "of floor", "host", "extra memory")
-    table = _table(title, columns)
+    table = make_table(title, columns)
     for row in rows:
         if row.error is not None:
-            _add(table, row.name, ["-"] * (len(columns) - 1))
+            add_row(table, row.name, ["-"] * (len(columns) - 1))
             continue
         host = None if row.host_seconds is None else row.host_seconds.median
         extra = "-" if row.extra_percent is None else f"{row.extra_percent:,.0f} %"
-        _add(table, row.name, [*_times(row.seconds), _ratio(row.ratio), _milliseconds(host), extra])
+        add_row(table, row.name, [*_times(row.seconds), _ratio(row.ratio), _milliseconds(host), extra])
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+def make_table(title: str, columns: Sequence[str]) -> rich.table.Table:
     table = rich.table.Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table
 
 
-def _add(table: rich.table.Table, name: str, cells: Sequence[str]) -> None:
+def add_row(table: rich.table.Table, name: str, cells: Sequence[str]) -> None:
     table.add_row(rich.text.Text(name), *(rich.text.Text(cell) for cell in cells))
 
 

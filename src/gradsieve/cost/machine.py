@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds that a rank takes, while all ranks of its machine work at once; for an entry, unless it says otherwise."""
+    """Seconds that a rank takes while all ranks of its machine work at once; of an entry, unless it says otherwise."""
 
     add: float
     """Taking a gradient into the residual, with a look at whether it is finite."""

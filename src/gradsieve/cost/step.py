@@ -18,7 +18,7 @@ from gradsieve.checks import UsageError, check_choice, check_fraction, check_num
 from gradsieve.cost.machine import Machine
 from gradsieve.cost.messages import Link, Message, total_link_bytes, total_seconds
 
-ZERO_LINE, HEADROOM = "plain DDP", "no-op hook"
+ZERO_LINE, HEADROOM, HALVES = "plain DDP", "no-op hook", ("fp16 hook", "bf16 hook")
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """Bytes of DDP's buckets: of the first to be ready, which is small, and of all others."""
 BACKWARD_SHARE = 2 / 3
@@ -255,8 +255,8 @@ SPARSE: Mapping[str, Sparse] = MappingProxyType(
 
 
 LIVELY = 0.3
-"""Share of the entries that have a chance to be chosen, as layers differ in scale. With it the union of what ranks choose
-is within a tenth of what `simulate` finds on the gradients of `gradsieve bench` with 2 to 32 ranks."""
+"""Share of the entries that have a chance to be chosen, as layers differ in scale. With it the union of what ranks
+choose is within a tenth of what `simulate` finds on the gradients of `gradsieve bench` with 2 to 32 ranks."""
 
 
 def support(method: Sparse, load: Load) -> float:

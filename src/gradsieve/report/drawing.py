@@ -106,6 +106,16 @@ def write_files(figure: Figure, stem: Path) -> None:
     figure.savefig(stem.with_suffix(".png"), dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
 
 
+def write_file(figure: Figure, path: Path) -> None:
+    """The same as one file, SVG or PNG by the ending of its name."""
+    _add_legend(figure)
+    if path.suffix == ".svg":
+        svg = with_font(_svg(figure, facecolor="white"), "font-family: system-ui, sans-serif; ")
+        path.write_text(svg, encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
+
+
 def with_font(text: str, font: str) -> str:
     """Another font in place of matplotlib's, which some versions name in shorthand.
 
