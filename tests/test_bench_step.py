@@ -13,6 +13,7 @@ from fleet import Fleet
 from gradsieve.bench import step
 from gradsieve.bench.contenders import HEADROOM, ZERO_LINE, Contender, Probe, Seen, contenders
 from gradsieve.bench.figures import as_text, spread
+from gradsieve.bench.links import Circumstances
 from gradsieve.bench.step import StepRow, StepSetting, zero_line_of
 from gradsieve.checks import UsageError
 
@@ -22,9 +23,9 @@ SMALL: dict[str, Any] = {"parameters": NUMEL, "steps": 2, "warmup": 1}
 
 def measured(setting: StepSetting) -> list[StepRow]:
     """As one rank."""
-    rows: list[StepRow] = []
-    step.measure(setting, torch.device("cpu"), rows.append)
-    return rows
+    heard: list[StepRow | Circumstances] = []
+    step.measure(setting, torch.device("cpu"), heard.append)
+    return [row for row in heard if isinstance(row, StepRow)]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ ROWS = [
     StepRow("micro", Spread(0.05, 0.04, 0.06, 3), 40, 0.01, 0.01, 0.02, link_bytes=60, counted_bytes=63),
     StepRow("bf16 hook", error="not supported here: for a test"),
 ]
+UNDER = {"link": {"bandwidth": 1e9, "latency": 1e-4}, "machine": {"add": 1e-9}}
 SMALL = ["lab", "--hosts", 2, "--parameters", 200_000, "--steps", 3, "--warmup", 1, "--methods", "micro,fp16"]
 
 
@@ -59,7 +60,10 @@ def pretended_job(network: Pretended, script: Sequence[str], *, seconds: float) 
     if network.layout.rate.name == "1kbit":
         raise JobError("host 1 ended with exit code 1: ValueError: bad", [])
     rows = [row.as_record(zero_line_of(ROWS)) for row in ROWS]
-    return [Ended(host, 0, json.dumps({"rows": rows}) if host == 0 else "", "") for host in range(network.layout.hosts)]
+    return [
+        Ended(host, 0, json.dumps({"rows": rows, **UNDER}) if host == 0 else "", "")
+        for host in range(network.layout.hosts)
+    ]
 
 
 @pytest.fixture
@@ -96,6 +100,7 @@ def test_a_table_for_every_rate_and_one_file() -> None:
     assert found["rows"][1]["ratio_to_formula"] == pytest.approx(1.05)
     assert [network["rate"] for network in found["networks"]] == ["100mbit", "none"]
     assert found["networks"][0]["hosts"] == [{"received": 10_000, "sent": 20_000}] * 4
+    assert all(network.items() >= UNDER.items() for network in found["networks"])
 
 
 @pytest.mark.usefixtures("_pretending")
@@ -123,7 +128,7 @@ def test_what_a_host_runs() -> None:
     setting = StepSetting(None, "resnet50", 0.001, 7, 2, ("micro", "powersgd(rank=1)"), "bfloat16", "bucket", "eth0")
     assert " ".join(bench_command(setting, threads=2)) == (
         "-m gradsieve bench step --device cpu --json - --model resnet50 --density 0.001 --steps 7 --warmup 2 "
-        "--methods micro,powersgd(rank=1) --wire bfloat16 --scope bucket --threads 2 --interface eth0"
+        "--methods micro,powersgd(rank=1) --wire bfloat16 --scope bucket --threads 2 --interface eth0 --links"
     )
     assert "--parameters 5" in " ".join(bench_command(StepSetting(5), threads=1))
 

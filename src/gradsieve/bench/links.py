@@ -152,10 +152,12 @@ def measured_machine(numel: int, place: Place) -> Machine:
     return Machine(
         add=add / many,
         sweep=timed(entries.gradient.zero_) / many,
+        copy=timed(entries.gradient.clone) / many,
         scan=timed(partial(entries.look, Magnitude())) / many,
         weigh=timed(partial(entries.look, Importance())) / many,
         sort=place.seconds(entries.sort, SORT_REPEATS) / many,
         index=timed(entries.decode) / len(entries.indices),
+        merge=timed(entries.merge) / (2 * len(entries.indices)),
         value=timed(entries.write) / len(entries.indices),
         cast=timed(entries.cast) / many,
         low_rank=one_rank / many,
@@ -235,7 +237,11 @@ class _Entries:
         kernels.largest(self._acc.abs(), len(self.indices))
 
     def decode(self) -> None:
-        kernels.merged(wire.decode(self._message, self._shape).indices)
+        wire.decode(self._message, self._shape)
+
+    def merge(self) -> None:
+        """What several ranks chose, in part the same."""
+        kernels.merged(torch.cat([self.indices, self.indices]))
 
     def write(self) -> None:
         values = self.residual.index_select(-1, self.indices)
@@ -247,12 +253,12 @@ class _Entries:
 
     def project(self, rank: int) -> None:
         """A step of PowerSGD without its messages."""
-        right = torch.ones(NUM_MATRICES, self._side, rank, device=self._acc.device)
-        given = (self._matrices + self._errors).clone()
-        stacked = given.clone()
-        left = torch.bmm(stacked, right)
-        _orthogonalize(left)
-        right = torch.bmm(stacked.transpose(1, 2), left)
-        _orthogonalize(right)
-        torch.bmm(left, right.transpose(1, 2), out=stacked)
-        self._errors = given - stacked
+        self._errors.add_(self._matrices)
+        given = self._errors.clone()
+        rights = torch.ones(NUM_MATRICES, self._side, rank, device=self._acc.device)
+        for matrix, right in zip(torch.split(self._errors, 1), torch.split(rights, 1), strict=True):
+            left = torch.bmm(matrix, right)
+            _orthogonalize(left)  # type: ignore[no-untyped-call]
+            torch.bmm(matrix.transpose(1, 2), left, out=right)
+            torch.bmm(left, right.transpose(1, 2), out=matrix)
+        self._errors = given - self._errors

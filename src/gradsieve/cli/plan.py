@@ -245,7 +245,7 @@ def _tell(ground: Ground, names: Sequence[str], density: float | None, figure: P
 def _show_plan(console: Console, ground: Ground, found: Sequence[Prediction], limits: dict[str, float]) -> None:
     load, link, _, measured = ground
     told = f"{load.numel:,} parameters, {load.world} workers, density {load.density:g}, {load.wire}, by {load.scope}"
-    by = f"{'measured' if measured else 'given'}: {advice.rate_text(link.bandwidth)}, {1e6 * link.latency:.3g} us a round"
+    by = f"{advice.rate_text(link.bandwidth)} and {1e6 * link.latency:.3g} us a round, as {_source(measured)}"
     columns = ("", "step", "speed-up", "own work", "messages", "bytes by link", "bytes", "density", "pays below")
     table = make_table(f"{told}; {by}; milliseconds of a step as foretold", columns)
     dense = found[0].step_seconds
@@ -261,6 +261,10 @@ def _show_plan(console: Console, ground: Ground, found: Sequence[Prediction], li
             table, row.name, [*times, *volumes, "-" if row.name == ZERO_LINE else advice.rate_text(limits[row.name])]
         )
     console.print(table)
+
+
+def _source(measured: bool) -> str:
+    return "measured" if measured else "given"
 
 
 def _show_scaling(console: Console, curves: dict[str, list[Prediction]]) -> None:

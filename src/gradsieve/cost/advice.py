@@ -23,7 +23,7 @@ FREE = 0.05
 """A density costs nothing that makes a step longer by no more than this."""
 SLOWEST, FASTEST = 1e5, 1e14
 """Bits a second between which a break-even is looked for."""
-HALVINGS, POINTS_OF_A_DECADE = 60, 4
+HALVINGS, POINTS_OF_A_DECADE = 30, 2
 WORKERS = tuple(2**exponent for exponent in range(1, 13))
 """2 to 4096."""
 
@@ -91,7 +91,7 @@ def advise(names: Sequence[str], load: Load, link: Link, machine: Machine, *, de
     best = _preferred(at_asked)
     speed_up = dense.step_seconds / best.step_seconds
     if best.step_seconds > (1 - MARGIN) * dense.step_seconds:
-        return Advice(None, speed_up, _why_dense(best, dense, speed_up, load))
+        return Advice(None, speed_up, _why_dense(best, dense, load))
     if density is None:
         best = _denser(best, load, link, machine)
         speed_up = dense.step_seconds / best.step_seconds
@@ -131,11 +131,11 @@ def _denser(best: Choice, load: Load, link: Link, machine: Machine) -> Choice:
     return best
 
 
-def _why_dense(best: Choice, dense: Prediction, speed_up: float, load: Load) -> tuple[str, ...]:
+def _why_dense(best: Choice, dense: Prediction, load: Load) -> tuple[str, ...]:
     hidden = max(0.0, load.compute + dense.select_seconds + dense.exchange_seconds - dense.step_seconds)
     times = f"{_ms(best.step_seconds)} against {_ms(dense.step_seconds)}"
     return (
-        f"the best of the methods, {best.name}, would take {times} ({speed_up:.2f} times as fast, and under {1 / (1 - MARGIN):.2f} is not worth it)",
+        f"the best of the methods, {best.name}, would take {times}: it would have to save {100 * MARGIN:.0f} %",
         f"the dense exchange takes {_ms(dense.exchange_seconds)}, of which backward hides {_ms(hidden)}",
     )
 
@@ -145,10 +145,10 @@ def _why(best: Choice, dense: Prediction, load: Load, link: Link, machine: Machi
     found = predict(best.name, chosen, link, machine)
     limit = break_even(best.name, chosen, link, machine)
     pays = "at any bandwidth" if math.isinf(limit) else f"below {rate_text(limit)}"
+    parts = f"{_ms(found.exchange_seconds)} of messages and {_ms(found.select_seconds)} of its own work"
     return (
-        f"a step takes {_ms(found.step_seconds)} against {_ms(dense.step_seconds)}: "
-        f"{_ms(found.exchange_seconds)} of messages and {_ms(found.select_seconds)} of its own work "
-        f"in place of {_ms(dense.exchange_seconds)} of messages",
+        f"a step takes {_ms(found.step_seconds)} against {_ms(dense.step_seconds)}",
+        f"{parts} take the place of {_ms(dense.exchange_seconds)} of messages",
         f"{found.link_bytes:,.0f} bytes pass a link in place of {dense.link_bytes:,.0f}",
         f"it pays {pays}",
     )

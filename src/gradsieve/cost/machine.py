@@ -15,6 +15,8 @@ class Machine:
     """Taking a gradient into the residual, with a look at whether it is finite."""
     sweep: float
     """Writing an entry of the gradient: clearing it, or dividing it by the number of ranks."""
+    copy: float
+    """Copying an entry into memory that is new."""
     scan: float
     """Comparing an entry with a threshold, and collecting those that pass."""
     weigh: float
@@ -22,7 +24,9 @@ class Machine:
     sort: float
     """Finding the largest entries."""
     index: float
-    """For an index that arrives: unpacking and merging."""
+    """Unpacking an index that arrives."""
+    merge: float
+    """Merging it with those of other ranks that may be the same."""
     value: float
     """For an entry of the support: reading, clearing and writing it where it belongs."""
     cast: float
@@ -54,10 +58,12 @@ class Machine:
 CPU = Machine(
     add=5e-10,
     sweep=1.5e-10,
+    copy=1e-9,
     scan=7e-10,
     weigh=3.6e-9,
     sort=2.1e-8,
     index=1e-8,
+    merge=1.5e-8,
     value=1.5e-8,
     cast=1e-9,
     low_rank=5e-9,
@@ -72,10 +78,12 @@ CPU = Machine(
 H200 = Machine(
     add=1.8e-12,
     sweep=1.8e-12,
+    copy=1.9e-12,
     scan=1.4e-13,
     weigh=1.7e-12,
     sort=2e-11,
-    index=2e-11,
+    index=1e-11,
+    merge=1e-11,
     value=2e-11,
     cast=4e-12,
     low_rank=8e-12,
