@@ -14,7 +14,7 @@ from gradsieve.bench import step
 from gradsieve.bench.contenders import HEADROOM, ZERO_LINE, Contender, Probe, Seen, contenders
 from gradsieve.bench.figures import as_text, spread
 from gradsieve.bench.links import Circumstances
-from gradsieve.bench.step import StepRow, StepSetting, zero_line_of
+from gradsieve.bench.step import StepRow, StepSetting
 from gradsieve.checks import UsageError
 
 NUMEL = 20_000
@@ -77,9 +77,9 @@ def test_bytes_that_an_interface_sent_are_counted(fleet2: Fleet) -> None:
     found = {row.name: row for row in of_ranks[0]}
     # both ranks send through it, and other tests may
     assert (found[ZERO_LINE].counted_bytes or 0) >= 2 * (found[ZERO_LINE].link_bytes or 0) == 2 * 4 * NUMEL
-    assert found[ZERO_LINE].as_record(None)["ratio_to_formula"] >= 2
+    assert found[ZERO_LINE].as_record()["ratio_to_formula"] >= 2
     assert (found["micro"].counted_bytes or 0) > 0
-    assert found[HEADROOM].as_record(None)["ratio_to_formula"] is None
+    assert found[HEADROOM].as_record()["ratio_to_formula"] is None
     assert setting.as_record()["interface"] == "lo"
 
 
@@ -93,11 +93,20 @@ def test_methods_of_ours_say_where_the_time_went(rows: dict[str, StepRow]) -> No
 
 
 def test_ratios_are_to_plain_ddp(rows: dict[str, StepRow]) -> None:
-    zero_line = zero_line_of(list(rows.values()))
-    assert zero_line == rows[ZERO_LINE]
-    assert rows[ZERO_LINE].as_record(zero_line)["ratio_to_dense"] == 1
-    assert rows["micro"].as_record(zero_line)["ratio_to_dense"] > 0
-    assert rows["micro"].as_record(None)["ratio_to_dense"] is None
+    table = list(rows.values())
+    assert rows[ZERO_LINE].as_record(table)["ratio_to_dense"] == 1
+    assert rows["micro"].as_record(table)["ratio_to_dense"] > 0
+    assert rows["micro"].as_record()["ratio_to_dense"] is None
+    assert rows[HEADROOM].as_record(table)["added_seconds"] == 0
+    assert rows["micro"].as_record()["added_seconds"] is None
+
+
+def test_a_row_may_have_a_wire_and_a_scope_of_its_own() -> None:
+    methods = ("micro", "micro(wire=bfloat16)", "union(scope=bucket, wire=float32, density=0.1)")
+    names = [contender.name for contender in StepSetting(**SMALL | {"methods": methods}).contenders()]
+    assert names[2:] == ["micro", "micro, bfloat16", "union at 0.1, float32, bucket"]
+    with pytest.raises(UsageError, match="wire must be one of 'float32', 'bfloat16', not 'int8'"):
+        StepSetting(**SMALL | {"methods": ("micro(wire=int8)",)})
 
 
 def refused(model: DistributedDataParallel) -> Probe:  # noqa: ARG001 - an `Attach`

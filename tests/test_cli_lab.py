@@ -12,7 +12,7 @@ import pytest
 
 from command_line import MODULE, Done, call, complaint, finish, spawn, started, until
 from gradsieve.bench.figures import Spread
-from gradsieve.bench.step import StepRow, StepSetting, zero_line_of
+from gradsieve.bench.step import StepRow, StepSetting
 from gradsieve.cli import lab as command
 from gradsieve.cli.lab import bench_command
 from gradsieve.counters import Traffic
@@ -59,7 +59,7 @@ def pretended_job(network: Pretended, script: Sequence[str], *, seconds: float) 
     assert seconds == 77
     if network.layout.rate.name == "1kbit":
         raise JobError("host 1 ended with exit code 1: ValueError: bad", [])
-    rows = [row.as_record(zero_line_of(ROWS)) for row in ROWS]
+    rows = [row.as_record(ROWS) for row in ROWS]
     return [
         Ended(host, 0, json.dumps({"rows": rows, **UNDER}) if host == 0 else "", "")
         for host in range(network.layout.hosts)
@@ -135,7 +135,7 @@ def test_what_a_host_runs() -> None:
 
 def test_rows_come_back_as_they_were() -> None:
     for row in ROWS:
-        assert StepRow.from_record(json.loads(json.dumps(row.as_record(None)))) == row
+        assert StepRow.from_record(json.loads(json.dumps(row.as_record()))) == row
 
 
 @pytest.mark.parametrize(

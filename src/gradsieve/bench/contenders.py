@@ -17,13 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.baselines import BASELINES, PLAIN, Baseline, baseline, link_bytes
 from gradsieve.bench.published import PublishedMicro
-from gradsieve.checks import UsageError, nearest
+from gradsieve.checks import UsageError, check_choice, nearest
 from gradsieve.hook import sparsify
-from gradsieve.methods import METHODS, Method
-from gradsieve.training.config import make_method, method_label, parse_method
+from gradsieve.methods import METHODS, Method, method
+from gradsieve.training.config import method_label, parse_method
 
 ZERO_LINE, HEADROOM = PLAIN, "no-op hook"
 """The first rows of every table: what there is without this library, and what no communication would leave."""
+WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType({"wire": ("float32", "bfloat16"), "scope": ("model", "bucket")})
+"""Options of `sparsify` that a row may have of its own, as in `micro(wire=bfloat16)`; the first is the default."""
 DEFAULT = (
     "dense,topk,cltk,hard_threshold,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4),published_micro"
 )
@@ -75,12 +77,9 @@ def _contender(expression: str, density: float, options: Mapping[str, Any]) -> C
     name, given = parse_method(expression)
     if name in METHODS:
         try:
-            # a density within the expression goes before the common one
-            method = make_method(expression, None if name == "dense" or "density" in given else density)
+            return _of_method(name, given, density, options)
         except (TypeError, ValueError) as error:
             raise UsageError(f"--methods: {error}") from error
-        label = method_label(method) + (f" at {method.density:g}" if "density" in given else "")
-        return Contender(label, partial(_sparsified, method, dict(options)))
     if name in BASELINES:
         try:
             return _of_baseline(baseline(name, given))
@@ -89,6 +88,20 @@ def _contender(expression: str, density: float, options: Mapping[str, Any]) -> C
     if name not in OTHERS:
         raise UsageError(f"--methods: unknown {name!r}; {nearest(name, [*METHODS, *BASELINES, *OTHERS])}")
     return OTHERS[name](given, density)
+
+
+def _of_method(name: str, given: Mapping[str, Any], density: float, options: Mapping[str, Any]) -> Contender:
+    """What stands in an expression goes before what was given for all rows."""
+    ways = {option: given[option] for option in WAYS if option in given}
+    for option, value in ways.items():
+        check_choice(option, value, WAYS[option])
+    own = {option: value for option, value in given.items() if option not in WAYS}
+    made = method(name, **({} if name == "dense" else {"density": density}) | own)
+    label = method_label(made) + (f" at {made.density:g}" if "density" in given else "")
+    return Contender(
+        ", ".join([label, *(str(ways[way]) for way in WAYS if way in ways)]),
+        partial(_sparsified, made, {**options, **ways}),
+    )
 
 
 def _of_baseline(other: Baseline) -> Contender:

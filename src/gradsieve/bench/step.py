@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.bench.contenders import DEFAULT, ZERO_LINE, Contender, Seen, contenders
+from gradsieve.bench.contenders import DEFAULT, HEADROOM, WAYS, ZERO_LINE, Contender, Seen, contenders
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
 from gradsieve.bench.links import Circumstances, circumstances
@@ -25,7 +25,6 @@ from gradsieve.checks import UsageError, check_choice, check_fraction, check_who
 from gradsieve.counters import sent_bytes
 
 DEFAULT_MODEL = "resnet18"
-WIRES, SCOPES = ("float32", "bfloat16"), ("model", "bucket")
 ROW_SECONDS = 60.0
 """That one message of a row may take: where one rank has failed the others wait for it no longer than this."""
 
@@ -40,8 +39,8 @@ class StepSetting:
     steps: int = 20
     warmup: int = 5
     methods: tuple[str, ...] = tuple(DEFAULT.split(","))
-    wire: str = WIRES[0]
-    scope: str = SCOPES[0]
+    wire: str = WAYS["wire"][0]
+    scope: str = WAYS["scope"][0]
     interface: str | None = None
     """Through which a machine reaches the others; what leaves through it is counted."""
     links: bool = False
@@ -52,8 +51,8 @@ class StepSetting:
             check_fraction("density", self.density)
             check_whole("steps", self.steps, at_least=1)
             check_whole("warmup", self.warmup, at_least=0)
-            check_choice("wire", self.wire, WIRES)
-            check_choice("scope", self.scope, SCOPES)
+            check_choice("wire", self.wire, WAYS["wire"])
+            check_choice("scope", self.scope, WAYS["scope"])
             if self.parameters is not None:
                 check_whole("parameters", self.parameters, at_least=1)
         except (TypeError, ValueError) as error:
@@ -69,8 +68,8 @@ class StepSetting:
         return shapes_of_model(self.model or DEFAULT_MODEL)
 
     def contenders(self) -> list[Contender]:
-        asked = {"wire": (self.wire, WIRES[0]), "scope": (self.scope, SCOPES[0])}
-        options = {name: value for name, (value, default) in asked.items() if value != default}
+        asked = {"wire": self.wire, "scope": self.scope}
+        options = {name: value for name, value in asked.items() if value != WAYS[name][0]}
         return contenders(list(self.methods), self.density, options)
 
     def as_record(self) -> dict[str, Any]:
@@ -101,16 +100,21 @@ class StepRow(NamedTuple):
         told = {name: record[name] for name in cls._fields}
         return cls(**told | {"seconds": None if seconds is None else Spread.from_record(seconds)})
 
-    def as_record(self, zero_line: StepRow | None) -> dict[str, Any]:
+    def as_record(self, rows: Sequence[StepRow] = ()) -> dict[str, Any]:
+        """With what it is beside the other rows of its table."""
         seconds = None if self.seconds is None else self.seconds.as_record()
-        ratios = {"ratio_to_dense": self.ratio(zero_line), "ratio_to_formula": self.ratio_to_formula()}
-        return self._asdict() | {"seconds": seconds} | ratios
+        beside = {"added_seconds": self.added(rows), "ratio_to_dense": self.ratio(rows)}
+        return self._asdict() | {"seconds": seconds} | beside | {"ratio_to_formula": self.ratio_to_formula()}
 
-    def ratio(self, zero_line: StepRow | None) -> float | None:
+    def ratio(self, rows: Sequence[StepRow]) -> float | None:
         """Of its time to that of plain DDP."""
-        if self.seconds is None or zero_line is None or zero_line.seconds is None:
-            return None
-        return self.seconds.median / zero_line.seconds.median
+        plain = _median_of(ZERO_LINE, rows)
+        return None if self.seconds is None or plain is None else self.seconds.median / plain
+
+    def added(self, rows: Sequence[StepRow]) -> float | None:
+        """What the exchange of gradients adds to a step that has none: selection, messages and all between them."""
+        idle = _median_of(HEADROOM, rows)
+        return None if self.seconds is None or idle is None else self.seconds.median - idle
 
     def ratio_to_formula(self) -> float | None:
         """Of the bytes that were counted to those that the formula for rings foretells."""
@@ -120,8 +124,8 @@ class StepRow(NamedTuple):
 Hear: TypeAlias = Callable[[StepRow | Circumstances], None]
 
 
-def zero_line_of(rows: Sequence[StepRow]) -> StepRow | None:
-    return next((row for row in rows if row.name == ZERO_LINE), None)
+def _median_of(name: str, rows: Sequence[StepRow]) -> float | None:
+    return next((row.seconds.median for row in rows if row.name == name and row.seconds is not None), None)
 
 
 class _Lap(NamedTuple):

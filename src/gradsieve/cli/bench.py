@@ -19,7 +19,7 @@ from gradsieve.bench.contenders import DEFAULT
 from gradsieve.bench.figures import STANDARD_OUTPUT, Spread, as_text, check_file, result, write
 from gradsieve.bench.kernels import KernelRow, KernelSetting
 from gradsieve.bench.links import Circumstances
-from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
+from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting
 from gradsieve.bench.timing import Timer
 from gradsieve.checks import UsageError
 from gradsieve.cli.display import FAILED, PLAIN_WIDTH
@@ -116,9 +116,8 @@ def step(
         except start.WorkerError as error:
             failure = str(error)
     if place is None or place.rank == 0:
-        zero_line = zero_line_of(rows)
         told = setting.as_record() | crew._asdict()
-        measured = result("step", torch.device(crew.device), told, [row.as_record(zero_line) for row in rows])
+        measured = result("step", torch.device(crew.device), told, [row.as_record(rows) for row in rows])
         measured |= {"failure": failure, **under}
         _show(console, measured, [step_table(_title(told), rows)], json)
     return FAILED if failure is not None or all(row.error is not None for row in rows) else 0
@@ -204,15 +203,16 @@ def _title(told: dict[str, Any]) -> str:
 
 def step_table(title: str, rows: Sequence[StepRow]) -> rich.table.Table:
     """The rows; with what was counted beside what the formula foretells where it was counted."""
-    columns = ["", "median", "10 % to 90 %", "of dense", "bytes", "density", "select", "exchange"]
+    columns = ["", "median", "10 % to 90 %", "of dense", "added", "bytes", "density", "select", "exchange"]
     counted = any(row.counted_bytes is not None for row in rows)
     columns += ["by counter", "by formula", "ratio"] if counted else []
-    table, zero_line = make_table(title, columns), zero_line_of(rows)
+    table = make_table(title, columns)
     for row in rows:
         if row.error is not None:
             add_row(table, row.name, ["-"] * (len(columns) - 1))
             continue
-        cells = [*_times(row.seconds), _ratio(row.ratio(zero_line)), _whole(row.wire_bytes), _percent(row.density)]
+        cells = [*_times(row.seconds), _ratio(row.ratio(rows)), _milliseconds(row.added(rows))]
+        cells += [_whole(row.wire_bytes), _percent(row.density)]
         cells += [_milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)]
         cells += [_whole(row.counted_bytes), _whole(row.link_bytes), _ratio(row.ratio_to_formula())] if counted else []
         add_row(table, row.name, cells)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from gradsieve.bench.figures import STANDARD_OUTPUT, as_text, check_file, result, write
-from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting, zero_line_of
+from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting
 from gradsieve.checks import UsageError, check_number
 from gradsieve.cli.bench import make_console, news, step_table
 from gradsieve.cli.display import FAILED
@@ -175,7 +175,7 @@ def bench_command(setting: StepSetting, threads: int) -> list[str]:
 def _record(told: dict[str, Any], measured: Sequence[Measured]) -> Any:
     """As JSON holds it: a row has its rate, and what is of a rate as a whole stands apart."""
     rows = [
-        {"rate": outcome.layout.rate.name, **row.as_record(zero_line_of(outcome.rows))}
+        {"rate": outcome.layout.rate.name, **row.as_record(outcome.rows)}
         for outcome in measured
         for row in outcome.rows
     ]
