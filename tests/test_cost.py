@@ -217,6 +217,17 @@ def test_a_check_of_what_the_model_itself_says_is_exact() -> None:
     assert checked.passed
 
 
+def test_a_check_knows_rows_with_a_wire_and_a_scope_of_their_own() -> None:
+    record = lab_record()
+    took = predict("micro", replace(LOAD, wire="bfloat16", scope="bucket", compute=0.02, backward_share=1.0), LINK, CPU)
+    record["rows"].append(
+        {"rate": "1gbit", "name": "micro, bfloat16, bucket", "error": None, "seconds": {"median": took.step_seconds}}
+    )
+    cell = predict_rows(record, shapes_of_model("resnet18")).cells[-1]
+    assert cell.name == "micro, bfloat16, bucket"
+    assert cell.error == pytest.approx(0)
+
+
 def test_a_check_sees_errors_and_wrong_verdicts() -> None:
     checked = predict_rows(lab_record(factor=60.0), shapes_of_model("resnet18"))
     assert [cell.name for cell in checked.wrong] == ["micro"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +15,9 @@ from gradsieve.weights import Weights
 # Positions in the flat vector. Everything is a slice, so that "all of it" costs no index tensor.
 Indices: TypeAlias = Tensor | slice
 ALL = slice(None)
+
+WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType({"wire": ("float32", "bfloat16"), "scope": ("model", "bucket")})
+"""How any method's exchange may run, as options of `sparsify`; the first is the default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from gradsieve.checks import UsageError, check_choice, nearest
 from gradsieve.hook import sparsify
 from gradsieve.methods import METHODS, Method, method
 from gradsieve.training.config import method_label, parse_method
+from gradsieve.types import WAYS
 
 ZERO_LINE, HEADROOM = PLAIN, "no-op hook"
 """The first rows of every table: what there is without this library, and what no communication would leave."""
-WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType({"wire": ("float32", "bfloat16"), "scope": ("model", "bucket")})
-"""Options of `sparsify` that a row may have of its own, as in `micro(wire=bfloat16)`; the first is the default."""
 DEFAULT = (
     "dense,topk,cltk,hard_threshold,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4),published_micro"
 )

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.bench.contenders import DEFAULT, HEADROOM, WAYS, ZERO_LINE, Contender, Seen, contenders
+from gradsieve.bench.contenders import DEFAULT, HEADROOM, ZERO_LINE, Contender, Seen, contenders
 from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
 from gradsieve.bench.links import Circumstances, circumstances
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_whole
 from gradsieve.counters import sent_bytes
+from gradsieve.types import WAYS
 
 DEFAULT_MODEL = "resnet18"
 ROW_SECONDS = 60.0

@@ -11,6 +11,7 @@ from gradsieve.checks import UsageError
 from gradsieve.cost.machine import Machine
 from gradsieve.cost.messages import Link
 from gradsieve.cost.step import HEADROOM, ZERO_LINE, Load, predict
+from gradsieve.types import WAYS
 
 LARGEST_ERROR = 0.25
 """Of the median cell, in part of what was measured."""
@@ -98,7 +99,7 @@ def predict_rows(
             if name == HEADROOM:
                 continue
             try:
-                step = predict(name, load, link, machine).step_seconds
+                step = predict(*_in_its_way(name, load), link, machine).step_seconds
             except UsageError:
                 left_out.append(f"{rate}: no cost model for {name}")
                 continue
@@ -110,6 +111,13 @@ def predict_rows(
     if not cells:
         raise UsageError("the file holds no cell to check: " + ("; ".join(left_out) or "it has no rows"))
     return Check(cells, left_out)
+
+
+def _in_its_way(name: str, load: Load) -> tuple[str, Load]:
+    """A row such as `micro, bfloat16, bucket` has a wire and a scope of its own."""
+    method, *words = name.split(", ")
+    ways: dict[str, Any] = {way: word for way, known in WAYS.items() for word in words if word in known}
+    return method, replace(load, **ways)
 
 
 def _given(network: Mapping[str, Any], key: str, kind: Any) -> Any:

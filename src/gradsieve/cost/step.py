@@ -17,6 +17,7 @@ from gradsieve import control, wire
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest
 from gradsieve.cost.machine import Machine
 from gradsieve.cost.messages import Link, Message, total_link_bytes, total_seconds
+from gradsieve.types import WAYS
 
 ZERO_LINE, HEADROOM, HALVES = "plain DDP", "no-op hook", ("fp16 hook", "bf16 hook")
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
@@ -57,8 +58,8 @@ class Load:
             check_whole("parameters", self.numel, at_least=1)
             check_whole("workers", self.world, at_least=1)
             check_fraction("density", self.density)
-            check_choice("wire", self.wire, ("float32", "bfloat16"))
-            check_choice("scope", self.scope, ("model", "bucket"))
+            check_choice("wire", self.wire, WAYS["wire"])
+            check_choice("scope", self.scope, WAYS["scope"])
             check_number("compute", self.compute, at_least=0)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
