@@ -84,7 +84,7 @@ LAB = layers_of(
     "gradsieve.lab",
     "__init__ layout names",
     "network",
-    "jobs",
+    "jobs training",
 )
 REPORT = layers_of(
     "gradsieve.report",
@@ -100,6 +100,7 @@ CLI = layers_of(
     "gradsieve.cli",
     "display options report",
     "bench summary",
+    "lab_training",
     "train compare lab plan",
     "demo",
     "app",

@@ -37,6 +37,20 @@ def sent_bytes(interface: str) -> int:
     return traffic()[interface].sent
 
 
+def passed_bytes(place: str) -> int:
+    """Both ways, through an interface that another process sees: `PROCESS:INTERFACE`.
+
+    A link between switches belongs to no host, so its bytes are read from where the switches are.
+    """
+    process, _, interface = place.partition(":")
+    if not process.isdecimal() or not interface:
+        raise UsageError(f"--uplink is the number of a process and an interface that it sees, 7:eth0, not {place!r}")
+    seen = traffic(int(process))
+    if interface not in seen:
+        raise UsageError(f"--uplink: process {process} sees no {interface!r}; {nearest(interface, seen)}")
+    return sum(seen[interface])
+
+
 def check_interface(interface: str | None) -> None:
     """Refuse an interface that this machine does not have."""
     if interface is None:

@@ -11,7 +11,9 @@ Records have flat names, the same in every sink. A record of a step has `step` (
     train/loss, train/lr
     sparsity/density_asked, sparsity/density_actual, sparsity/support, sparsity/threshold (none for methods without),
     sparsity/imbalance, sparsity/error_norm (of the residual, mean over workers)
-    comm/wire_bytes (handed over by a worker), comm/link_bytes (through its link, by ring algorithms), comm/messages
+    comm/wire_bytes (handed over by a worker), comm/link_bytes (through its link, by ring algorithms), comm/messages,
+        comm/sent_bytes (with --interface: by a machine since the step before, as the kernel counted),
+        comm/uplink_bytes (with --uplink)
     time/forward, time/backward, time/select, time/exchange, time/rest, time/step: seconds of the slowest worker;
         time/compute takes the place of the first two where they run as one
     time/elapsed: seconds of training up to here, the sum of time/step: without evaluation and logging, and for

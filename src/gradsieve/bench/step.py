@@ -22,7 +22,7 @@ from gradsieve.bench.figures import Spread, spread
 from gradsieve.bench.given import GivenModel, Noise, Shape, shapes_of_model, shapes_of_size
 from gradsieve.bench.links import Circumstances, circumstances
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_whole
-from gradsieve.counters import sent_bytes
+from gradsieve.counters import passed_bytes, sent_bytes
 from gradsieve.types import WAYS
 
 DEFAULT_MODEL = "resnet18"
@@ -46,6 +46,8 @@ class StepSetting:
     """Through which a machine reaches the others; what leaves through it is counted."""
     links: bool = False
     """Measure link and machine first, for the cost model."""
+    uplink: str | None = None
+    """A link between switches, as `passed_bytes` takes it; what passes through it is counted, too."""
 
     def __post_init__(self) -> None:
         try:
@@ -93,12 +95,14 @@ class StepRow(NamedTuple):
     """Through a rank's link in a step, each way, if collectives run in rings."""
     counted_bytes: int | None = None
     """Sent through a machine's interface in a step, as the kernel counted."""
+    uplink_bytes: int | None = None
+    """Between racks in a step, both ways, likewise."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepRow:
         """The row that `as_record` told of."""
         seconds = record["seconds"]
-        told = {name: record[name] for name in cls._fields}
+        told: dict[str, Any] = {name: record.get(name) for name in cls._fields}
         return cls(**told | {"seconds": None if seconds is None else Spread.from_record(seconds)})
 
     def as_record(self, rows: Sequence[StepRow] = ()) -> dict[str, Any]:
@@ -143,6 +147,8 @@ class _Outcome(NamedTuple):
     error: str | None
     counted_bytes: int | None = None
     """Of all its laps."""
+    uplink_bytes: int | None = None
+    """Likewise."""
 
 
 def measure(setting: StepSetting, device: torch.device, hear: Hear) -> None:
@@ -205,15 +211,19 @@ def _laps(contender: Contender, setting: StepSetting, device: torch.device, grou
     laps(max(setting.warmup, contender.settle))
     if setting.interface is None:
         return _Outcome(laps(setting.steps), None)
-    before = _sent(setting.interface, device, group)
+    before = _counters(setting, device, group)
     counted = laps(setting.steps)
-    return _Outcome(counted, None, _sent(setting.interface, device, group) - before)
+    after = _counters(setting, device, group)
+    return _Outcome(counted, None, after[0] - before[0], None if setting.uplink is None else after[1] - before[1])
 
 
-def _sent(interface: str, device: torch.device, group: dist.ProcessGroup) -> int:
-    """What this machine has sent, once every rank has all that it waited for: nothing is in a queue any more."""
+def _counters(setting: StepSetting, device: torch.device, group: dist.ProcessGroup) -> tuple[int, int]:
+    """What this machine has sent, and what has passed between racks, once every rank has all that it waited for:
+    nothing is in a queue any more.
+    """
     _meet(device, group)
-    return sent_bytes(interface)
+    assert setting.interface is not None
+    return sent_bytes(setting.interface), 0 if setting.uplink is None else passed_bytes(setting.uplink)
 
 
 def _model(
@@ -272,12 +282,13 @@ def _row(name: str, outcomes: Sequence[_Outcome]) -> StepRow:
         select_seconds=_median([lap.seen.select_seconds for lap in slowest]),
         exchange_seconds=_median([lap.seen.exchange_seconds for lap in slowest]),
         link_bytes=_rounded(_mean([lap.seen.link_bytes for laps in steps for lap in laps])),
-        counted_bytes=_rounded(_mean([_per_lap(outcome) for outcome in outcomes])),
+        counted_bytes=_rounded(_mean([_per_lap(outcome, outcome.counted_bytes) for outcome in outcomes])),
+        uplink_bytes=_rounded(_per_lap(outcomes[0], outcomes[0].uplink_bytes)),
     )
 
 
-def _per_lap(outcome: _Outcome) -> float | None:
-    return None if outcome.counted_bytes is None else outcome.counted_bytes / len(outcome.laps)
+def _per_lap(outcome: _Outcome, counted: int | None) -> float | None:
+    return None if counted is None else counted / len(outcome.laps)
 
 
 def _rounded(value: float | None) -> int | None:

@@ -24,7 +24,7 @@ from gradsieve.bench.timing import Timer
 from gradsieve.checks import UsageError
 from gradsieve.cli.display import FAILED, PLAIN_WIDTH
 from gradsieve.cli.options import split
-from gradsieve.counters import check_interface
+from gradsieve.counters import check_interface, passed_bytes
 from gradsieve.training.place import find_place
 from gradsieve.training.runner import check_device, refuse_launcher
 
@@ -79,6 +79,10 @@ def step(
     links: Annotated[
         bool, typer.Option("--links", help="Measure bandwidth, latency and local work first, for plan --check.")
     ] = False,
+    uplink: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--uplink", help="Count what passes here, too: PROCESS:INTERFACE, as that process sees it."),
+    ] = None,
     device: Device = None,
     json: Json = None,
 ) -> int:
@@ -90,9 +94,10 @@ def step(
     place = find_place(os.environ)
     place = place if place is not None and place.world > 1 else None
     setting = StepSetting(
-        parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, interface, links
+        parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, interface, links, uplink
     )
     check_interface(interface)
+    check_uplink(uplink, interface)
     check_device(device)
     check_file(json)
     crew = start.make_crew(place, workers, device, threads)
@@ -151,6 +156,13 @@ def measure_kernels(
     return FAILED if all(row.error is not None for row in rows) else 0
 
 
+def check_uplink(uplink: str | None, interface: str | None) -> None:
+    if uplink is not None:
+        if interface is None:
+            raise UsageError("--uplink is counted beside --interface: give both")
+        passed_bytes(uplink)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     words = split(text)
     try:
@@ -206,15 +218,20 @@ def step_table(title: str, rows: Sequence[StepRow]) -> rich.table.Table:
     columns = ["", "median", "10 % to 90 %", "of dense", "added", "bytes", "density", "select", "exchange"]
     counted = any(row.counted_bytes is not None for row in rows)
     columns += ["by counter", "by formula", "ratio"] if counted else []
+    between = any(row.uplink_bytes is not None for row in rows)
+    columns += ["between racks"] if between else []
     table = make_table(title, columns)
     for row in rows:
         if row.error is not None:
             add_row(table, row.name, ["-"] * (len(columns) - 1))
             continue
-        cells = [*_times(row.seconds), _ratio(row.ratio(rows)), _milliseconds(row.added(rows))]
-        cells += [_whole(row.wire_bytes), _percent(row.density)]
-        cells += [_milliseconds(row.select_seconds), _milliseconds(row.exchange_seconds)]
-        cells += [_whole(row.counted_bytes), _whole(row.link_bytes), _ratio(row.ratio_to_formula())] if counted else []
+        cells = [*_times(row.seconds), ratio_text(row.ratio(rows)), milliseconds(row.added(rows))]
+        cells += [whole(row.wire_bytes), _percent(row.density)]
+        cells += [milliseconds(row.select_seconds), milliseconds(row.exchange_seconds)]
+        cells += (
+            [whole(row.counted_bytes), whole(row.link_bytes), ratio_text(row.ratio_to_formula())] if counted else []
+        )
+        cells += [whole(row.uplink_bytes)] if between else []
         add_row(table, row.name, cells)
     return table
 
@@ -232,7 +249,7 @@ def _kernel_table(numel: int, rows: Sequence[KernelRow]) -> rich.table.Table:
             continue
         host = None if row.host_seconds is None else row.host_seconds.median
         extra = "-" if row.extra_percent is None else f"{row.extra_percent:,.0f} %"
-        add_row(table, row.name, [*_times(row.seconds), _ratio(row.ratio), _milliseconds(host), extra])
+        add_row(table, row.name, [*_times(row.seconds), ratio_text(row.ratio), milliseconds(host), extra])
     return table
 
 
@@ -249,19 +266,19 @@ def add_row(table: rich.table.Table, name: str, cells: Sequence[str]) -> None:
 
 def _times(seconds: Spread | None) -> list[str]:
     assert seconds is not None
-    return [_milliseconds(seconds.median), f"{_milliseconds(seconds.low)} to {_milliseconds(seconds.high)}"]
+    return [milliseconds(seconds.median), f"{milliseconds(seconds.low)} to {milliseconds(seconds.high)}"]
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.4g}"
 
 
-def _ratio(ratio: float | None) -> str:
+def ratio_text(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _whole(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
+def whole(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.0f}"
 
 
 def _percent(share: float | None) -> str:

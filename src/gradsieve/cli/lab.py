@@ -5,6 +5,8 @@ from __future__ import annotations
 import json as json_format
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Optional
 
@@ -17,18 +19,23 @@ from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting
 from gradsieve.checks import UsageError, check_number
 from gradsieve.cli.bench import make_console, news, step_table
 from gradsieve.cli.display import FAILED
-from gradsieve.cli.options import split
+from gradsieve.cli.lab_training import METHODS as TRAIN_METHODS
+from gradsieve.cli.lab_training import OPTIONS, Lesson, check, folder_for, train_in_lab
+from gradsieve.cli.options import read_config, split
 from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.jobs import JobError, run_job
 from gradsieve.lab.layout import INTERFACE, MOST_RACKS, Layout, parse_rate
 from gradsieve.lab.network import Network, check_tools
+from gradsieve.lab.training import TrainSetting
 from gradsieve.training.runner import refuse_launcher
+from gradsieve.types import WAYS
 
 METHODS = "dense,micro,union,exdyna,topk,cltk,fp16,powersgd(rank=1),powersgd(rank=4)"
+STEPS = 10
 RATES = "100mbit,1gbit,10gbit,none"
 SECONDS = 3600.0
-"""That all methods together may take at one rate."""
+"""That all methods together may take at one rate, or one training."""
 
 
 class Measured(NamedTuple):
@@ -61,8 +68,11 @@ def lab(
     racks: Annotated[int, typer.Option("--racks", help="1, or 2 with a link between them.")] = 1,
     uplink: Annotated[str, typer.Option("--uplink", help="Rate of the link between two racks.")] = "none",
     methods: Annotated[
-        str, typer.Option("--methods", help="What to measure, as for bench step.", metavar="METHOD,...")
-    ] = METHODS,
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--methods", help=f"What to measure, as for bench step. Default: {METHODS}.", metavar="METHOD,..."
+        ),
+    ] = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
@@ -72,18 +82,48 @@ def lab(
         typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
     ] = None,
     density: Annotated[float, typer.Option("--density", help="Share of the gradient to send in a step.")] = 0.01,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that count.")] = 10,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--steps", help=f"Steps that count. Default: {STEPS}; with --train all that the epochs have."),
+    ] = None,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before those.")] = 3,
     wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
     scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one rate may take.")] = SECONDS,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one job may take.")] = SECONDS,
     json: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
     ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train a task with each method, in place of exchanging given gradients.")
+    ] = False,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--config", help="With --train: TOML or YAML file with options of gradsieve train."),
+    ] = None,
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--task", help="With --train: as for gradsieve train. Default: digits."),
+    ] = None,
+    epochs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--epochs", help="With --train: the learning rate follows them. Default: the task's."),
+    ] = None,
+    seed: Annotated[str, typer.Option("--seed", help="With --train: a run for each.", metavar="SEED,...")] = "0",
+    accuracy: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--accuracy", help="With --train: time until it is seen, such as 0.95."),
+    ] = None,
+    stop_at_accuracy: Annotated[
+        bool, typer.Option("--stop-at-accuracy", help="With --train: a run ends when it has seen --accuracy.")
+    ] = False,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--output", help="With --train: folder of the runs and the figures. Default: runs/lab-TASK."),
+    ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End what labs left whose command has died.")] = False,
 ) -> int:
-    """Time gradient exchanges over real TCP between hosts, by method and bandwidth.
+    """Time gradient exchanges, or trainings, over real TCP between hosts, by method and bandwidth.
 
     The hosts are network namespaces of this machine with links of the given rates; each rate is one job of torchrun
     over all of them. Needs Linux and iproute2; root, or user namespaces. Nothing is left behind, however it ends.
@@ -92,8 +132,31 @@ def lab(
         return _clean()
     refuse_launcher("lab starts its own workers, one on each host")
     layouts = [Layout(hosts, parse_rate(word), racks, parse_rate(uplink)) for word in _rates(rate)]
-    setting = StepSetting(parameters, model, density, steps, warmup, tuple(split(methods)), wire, scope, INTERFACE)
     _check_timeout(timeout)
+    only_training = {
+        "--config": config,
+        "--task": task,
+        "--epochs": epochs,
+        "--accuracy": accuracy,
+        "--output": output,
+        "--stop-at-accuracy": stop_at_accuracy or None,
+    }
+    if train:
+        given = {"task": task, "model": model, "epochs": epochs, "steps": steps, "wire": wire, "scope": scope}
+        options = OPTIONS | read_config(config) | _asked(given) | {"density": density}
+        if parameters is not None or json is not None:
+            raise UsageError("--train takes no --parameters and no --json: give --model, and --output for the figures")
+        asked = TrainSetting(
+            tuple(split(methods or TRAIN_METHODS)), _seeds(seed), options, accuracy=accuracy, stop=stop_at_accuracy
+        )
+        return _trained(layouts, asked, timeout, output)
+    unused = [name for name, value in only_training.items() if value is not None]
+    if unused:
+        raise UsageError(f"{', '.join(unused)} are options of a training: ask for one with --train")
+    names_asked = tuple(split(methods or METHODS))
+    setting = StepSetting(
+        parameters, model, density, STEPS if steps is None else steps, warmup, names_asked, wire, scope, INTERFACE
+    )
     check_file(json)
     check_tools()
     told = setting.as_record() | {"world": hosts, "threads": _threads(hosts), "racks": racks, "uplink": uplink}
@@ -109,6 +172,30 @@ def lab(
     elif json is not None:
         console.print(json, markup=False, soft_wrap=True)
     return FAILED if any(outcome.failure is not None for outcome in measured) else 0
+
+
+def _asked(given: dict[str, Any]) -> dict[str, Any]:
+    """What is not as it is where the user says nothing."""
+    defaults = {way: known[0] for way, known in WAYS.items()}
+    return {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    words = split(text)
+    if not words or not all(word.isdecimal() for word in words):
+        raise UsageError(f"--seed takes whole numbers separated by commas, not {text!r}")
+    return tuple(map(int, words))
+
+
+def _trained(layouts: Sequence[Layout], setting: TrainSetting, timeout: float, output: Path | None) -> int:
+    first = layouts[0]
+    num_parameters = check(setting, first.hosts)
+    check_tools()
+    threads = _threads(first.hosts)
+    network = {"world": first.hosts, "racks": first.racks, "uplink": first.uplink.name, "threads": threads}
+    told = setting.as_record() | network | {"parameters": num_parameters, "interface": INTERFACE}
+    folder = folder_for(output, str(setting.options["task"]))
+    return train_in_lab(Lesson(layouts, setting, threads, timeout, folder), told, make_console(quiet=False))
 
 
 def _clean() -> int:
@@ -150,7 +237,8 @@ def _measured(layout: Layout, setting: StepSetting, seconds: float) -> Measured:
     failure, under = None, {}
     with Network(layout) as network:
         try:
-            ended = run_job(network, bench_command(setting, _threads(layout.hosts)), seconds=seconds)
+            asked = replace(setting, uplink=network.uplink_place())
+            ended = run_job(network, bench_command(asked, _threads(layout.hosts)), seconds=seconds)
             told = json_format.loads(ended[0].output)
             rows = [StepRow.from_record(row) for row in told["rows"]]
             under = {key: told[key] for key in ("link", "machine") if key in told}
@@ -163,12 +251,13 @@ def bench_command(setting: StepSetting, threads: int) -> list[str]:
     """What a host's worker runs; the first one prints the figures."""
     size = ["--parameters", str(setting.parameters)] if setting.parameters is not None else []
     shapes = ["--model", setting.model] if setting.model is not None else []
+    uplink = ["--uplink", setting.uplink] if setting.uplink is not None else []
     return [
         *("-m", "gradsieve", "bench", "step", "--device", "cpu", "--json", STANDARD_OUTPUT),
         *(*size, *shapes, "--density", repr(setting.density)),
         *("--steps", str(setting.steps), "--warmup", str(setting.warmup), "--methods", ",".join(setting.methods)),
         *("--wire", setting.wire, "--scope", setting.scope),
-        *("--threads", str(threads), "--interface", INTERFACE, "--links"),
+        *("--threads", str(threads), "--interface", INTERFACE, *uplink, "--links"),
     ]
 
 

@@ -119,6 +119,10 @@ class Network:
         """Bytes that the first rack has received and sent through the link between racks; None without one."""
         return None if self.layout.racks == 1 else traffic(self.process)[uplink_name(0)]
 
+    def uplink_place(self) -> str | None:
+        """Where jobs read what passes between racks: an interface, as a process sees it that is none of a host's."""
+        return None if self.layout.racks == 1 else f"{self.process}:{uplink_name(0)}"
+
     def _held(self) -> subprocess.Popen[str]:
         """The process that the lab hangs on, once it is ready."""
         user = [] if self._as_root else ["--user", "--map-root-user"]

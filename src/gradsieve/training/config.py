@@ -99,6 +99,9 @@ class TrainConfig:
     wandb: str | None = _option(None, "Log to this Weights & Biases project.", metavar="PROJECT")
     threads: int | None = _option(None, "CPU threads per process. Default: the cores, shared out.", _COUNT)
     interface: str | None = _option(None, "Count the bytes that leave a machine through this one, such as eth0.")
+    uplink: str | None = _option(
+        None, "Count what passes through this one, too, both ways: PROCESS:INTERFACE, as that process sees it."
+    )
     passes_alone: int = _option(
         0, "Passes to time before the first step, without any exchange; their median is kept.", _COUNT_OR_NONE
     )
@@ -112,8 +115,10 @@ class TrainConfig:
             raise UsageError("workers and virtual exclude one another: processes, or workers in one process")
         if self.virtual is not None and self.scope == "bucket":
             raise UsageError("virtual workers have no buckets: leave scope=bucket out, or use processes (workers)")
-        if self.virtual is not None and (self.interface is not None or self.passes_alone):
-            raise UsageError("virtual workers use no network: leave interface and passes_alone out, or use processes")
+        if self.virtual is not None and (self.interface or self.uplink or self.passes_alone):
+            raise UsageError(
+                "virtual workers use no network: leave interface, uplink and passes_alone out, or use processes"
+            )
         self._check_baseline() if self.baseline is not None else self.make_method()
 
     def make_method(self) -> Method:

@@ -33,6 +33,8 @@ class Outcome(NamedTuple):
     """Some worker was asked to end."""
     sent_bytes: float | None = None
     """Through a machine's interface since the step before, as the kernel counted, the mean; None: not counted."""
+    uplink_bytes: float | None = None
+    """Likewise between racks, both ways."""
 
 
 class Engine(ABC):

@@ -20,10 +20,13 @@ def run_name(plan: Plan) -> str:
     """A folder name that says what a run is."""
     density = "" if plan.config.density is None else f"-{plan.config.density!r}"
     kind = "v" if plan.config.virtual is not None else "w"
-    return _plain(f"{plan.task.name}-{plan.config.model}-{plan.label}{density}-{kind}{plan.world}-s{plan.config.seed}")
+    return plain_name(
+        f"{plan.task.name}-{plan.config.model}-{plan.label}{density}-{kind}{plan.world}-s{plan.config.seed}"
+    )
 
 
-def _plain(text: str) -> str:
+def plain_name(text: str) -> str:
+    """A text as the name of a folder."""
     return re.sub(r"[^\w.]+", "-", text).strip("-")
 
 

@@ -91,7 +91,7 @@ class Training:
             "comm/wire_bytes": stats.wire_bytes,
             "comm/link_bytes": stats.link_bytes,
             "comm/messages": stats.num_messages,
-            **({} if outcome.sent_bytes is None else {"comm/sent_bytes": outcome.sent_bytes}),
+            **_counted(outcome),
             **{f"time/{phase}": seconds for phase, seconds in outcome.seconds.items()},
             "time/step": sum(outcome.seconds.values()),
         }
@@ -123,6 +123,12 @@ class Training:
             "steps_per_epoch": self.plan.steps_per_epoch,
         }
         save_checkpoint(self._folder, self._engine, shared)
+
+
+def _counted(outcome: Outcome) -> dict[str, float]:
+    """Bytes by the kernel's counters, where somebody asked for them."""
+    counted = {"comm/sent_bytes": outcome.sent_bytes, "comm/uplink_bytes": outcome.uplink_bytes}
+    return {name: value for name, value in counted.items() if value is not None}
 
 
 def _optimizer(plan: Plan, engine: Engine) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from gradsieve.baselines import Baseline, link_bytes
 from gradsieve.checks import UsageError
 from gradsieve.clock import Stopwatch
 from gradsieve.collectives import GroupCollectives, run
-from gradsieve.counters import sent_bytes
+from gradsieve.counters import passed_bytes, sent_bytes
 from gradsieve.hook import sparsify
 from gradsieve.layout import Layout
 from gradsieve.states import reshard
@@ -28,6 +28,20 @@ from gradsieve.types import StepStats
 PHASES = ("forward", "backward", "select", "exchange", "rest")
 WARMUP_PASSES = 2
 """Before passes are timed: memory is allocated in them."""
+
+
+class _Meter:
+    """Bytes from lap to lap by a counter of the kernel's; none where there is nothing to count."""
+
+    def __init__(self, read: Callable[[str], int], place: str | None) -> None:
+        self._read, self._place = read, place
+        self._before = None if place is None else read(place)
+
+    def lap(self) -> int | None:
+        if self._place is None or self._before is None:
+            return None
+        before, self._before = self._before, self._read(self._place)
+        return self._before - before
 
 
 class Sieved:
@@ -106,7 +120,7 @@ class Processes(Engine):
         )
         self._average = Sieved(self._ddp, plan) if baseline is None else ByBaseline(self._ddp, baseline, self.layout)
         self._steps = 0
-        self._sent: int | None = None
+        self._meters: tuple[_Meter, _Meter] | None = None
 
     def _num_parameters(self) -> int:
         return self.layout.numel + self.layout.dense_numel
@@ -131,9 +145,8 @@ class Processes(Engine):
 
     def gradients(self, step: int) -> None:
         self._collectives.start_step(step)
-        if self._sent is None and self.plan.config.interface is not None:
-            self.barrier()  # whatever was sent before this is on its way no more
-            self._sent = sent_bytes(self.plan.config.interface)
+        if self._meters is None:
+            self._meters = self._started_meters()
         self._watch = Stopwatch(self.device)
         with self.timed("rest"):
             torch.manual_seed(seed_of(self.plan.config.seed, step, self.rank))
@@ -155,7 +168,8 @@ class Processes(Engine):
         seconds |= {"select": stats.select_seconds, "exchange": stats.exchange_seconds}
         # the hook runs inside backward
         seconds["backward"] -= stats.select_seconds + stats.exchange_seconds
-        sent = self._newly_sent()
+        assert self._meters is not None
+        sent, between = (meter.lap() for meter in self._meters)
         facts = [float(stop), float(self._loss.detach()), self._average.residual_norm(), float(sent or 0)]
         rows = self._gathered([*facts, *(seconds[phase] for phase in PHASES)], "outcomes")
         return Outcome(
@@ -165,14 +179,15 @@ class Processes(Engine):
             stats=stats,
             stop=any(row[0] for row in rows),
             sent_bytes=None if sent is None else sum(row[3] for row in rows) / len(rows),
+            uplink_bytes=between,
         )
 
-    def _newly_sent(self) -> int | None:
-        """Bytes that this machine sent since the step before."""
-        if self._sent is None or self.plan.config.interface is None:
-            return None
-        before, self._sent = self._sent, sent_bytes(self.plan.config.interface)
-        return self._sent - before
+    def _started_meters(self) -> tuple[_Meter, _Meter]:
+        """What this machine sends, and what passes between racks, from the first step on."""
+        interface, uplink = self.plan.config.interface, self.plan.config.uplink
+        if interface is not None or uplink is not None:
+            self.barrier()  # whatever was sent before this is on its way no more
+        return _Meter(sent_bytes, interface), _Meter(passed_bytes, uplink)
 
     def _gathered(self, numbers: list[float], what: str) -> list[list[float]]:
         message = torch.tensor(numbers, dtype=torch.float64, device=self.device)

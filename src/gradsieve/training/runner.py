@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradsieve.checks import UsageError
-from gradsieve.counters import check_interface
+from gradsieve.counters import check_interface, passed_bytes
 from gradsieve.runs import RunError, is_run, read_run
 from gradsieve.tasks import Task, build_model
 from gradsieve.training.checkpoint import checkpoint_of
@@ -26,7 +26,7 @@ from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_o
 
 MAY_CHANGE = {
     *("epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"),
-    *("timeout", "workers", "virtual", "stop_at", "interface", "passes_alone"),
+    *("timeout", "workers", "virtual", "stop_at", "interface", "uplink", "passes_alone"),
 }
 """Options that a resumed run may take anew; but processes stay processes, and virtual workers virtual."""
 
@@ -152,6 +152,8 @@ def checked_plan(config: TrainConfig, world: int, task: Task | None = None) -> P
     plan = make_plan(config, world, task)
     _check_backend(plan.config)
     check_interface(plan.config.interface)
+    if plan.config.uplink is not None:
+        passed_bytes(plan.config.uplink)
     if plan.config.model not in plan.task.models:
         build_model(plan.task, plan.config.model)
     try:
