@@ -31,7 +31,10 @@ from gradsieve.lab.training import TrainSetting
 from gradsieve.training.runner import refuse_launcher
 from gradsieve.types import WAYS
 
-METHODS = "dense,micro,union,exdyna,topk,cltk,fp16,powersgd(rank=1),powersgd(rank=4)"
+METHODS = (
+    "dense,micro,micro(wire=bfloat16),micro(scope=bucket),union,union(wire=bfloat16),union(scope=bucket),exdyna,"
+    "topk,cltk,fp16,powersgd(rank=1),powersgd(rank=4)"
+)
 STEPS = 10
 RATES = "100mbit,1gbit,10gbit,none"
 SECONDS = 3600.0
