@@ -15,15 +15,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.baselines import BASELINES, PLAIN, Baseline, baseline, link_bytes
+from gradsieve.baselines import BASELINES, Baseline, baseline, link_bytes
 from gradsieve.bench.published import PublishedMicro
 from gradsieve.checks import UsageError, check_choice, nearest
+from gradsieve.cost import step as cost
 from gradsieve.hook import sparsify
 from gradsieve.methods import METHODS, Method, method
 from gradsieve.training.config import method_label, parse_method
 from gradsieve.types import WAYS
 
-ZERO_LINE, HEADROOM = PLAIN, "no-op hook"
+ZERO_LINE, HEADROOM = cost.ZERO_LINE, cost.HEADROOM
 """The first rows of every table: what there is without this library, and what no communication would leave."""
 DEFAULT = (
     "dense,topk,cltk,hard_threshold,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4),published_micro"

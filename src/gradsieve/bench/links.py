@@ -38,7 +38,7 @@ LONG_SECONDS, LONG_REPEATS = 0.2, 3
 MOST_ENTRIES = 1 << 23
 """Of the vectors that local work is timed on: more than a cache holds, and done in a few seconds."""
 DENSITY = 0.01
-REPEATS, SORT_REPEATS = 5, 2
+REPEATS, SORT_REPEATS = 5, 3
 SMALL_ENTRIES, NUM_TENSORS = 4096, 32
 NUM_MATRICES, HIGHER_RANK = 8, 4
 
@@ -57,12 +57,11 @@ class Circumstances(NamedTuple):
 
 def circumstances(numel: int, group: dist.ProcessGroup, device: torch.device) -> Circumstances:
     """Both, as one rank of a group."""
-    place = Place(group, device)
-    return Circumstances(measured_link(place), measured_machine(numel, place))
+    return Circumstances(measured_link(group, device), measured_machine(numel, group, device))
 
 
-class Place(NamedTuple):
-    """Where it is measured: one rank of a group."""
+class _Rank(NamedTuple):
+    """One rank of a group, which times what all ranks do at once."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -100,16 +99,17 @@ class Place(NamedTuple):
         return perf_counter() - start
 
 
-def measured_link(place: Place) -> Link:
+def measured_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Latency by a message of nothing, bandwidth by one that is as long as it takes."""
-    team, world = GroupCollectives(place.group, place.device), place.world
-    link = Link(math.inf, 0.0, direct_bytes(dist.get_backend(place.group), place.device.type))
+    rank, team = _Rank(group, device), GroupCollectives(group, device)
+    world = rank.world
+    link = Link(math.inf, 0.0, direct_bytes(dist.get_backend(group), device.type))
     short = Message("all_gather", SHORT_BYTES)
-    own = torch.zeros(SHORT_BYTES // 8, dtype=torch.int64, device=place.device)
-    waiting = place.seconds(lambda: run(team.all_gather(own)), SHORT_REPEATS)
+    own = torch.zeros(SHORT_BYTES // 8, dtype=torch.int64, device=device)
+    waiting = rank.seconds(lambda: run(team.all_gather(own)), SHORT_REPEATS)
     num_rounds = rounds(short, world, direct=goes_directly(short, world, link))
     latency = waiting / max(1, num_rounds)
-    return replace(link, latency=latency, bandwidth=_bandwidth(place, latency))
+    return replace(link, latency=latency, bandwidth=_bandwidth(rank, latency))
 
 
 def direct_bytes(backend: str, device_type: str) -> int:
@@ -117,45 +117,46 @@ def direct_bytes(backend: str, device_type: str) -> int:
     return int(getattr(collectives, "DIRECT_BYTES", 0)) if (backend, device_type) == ("gloo", "cpu") else 0
 
 
-def _bandwidth(place: Place, latency: float) -> float:
+def _bandwidth(rank: _Rank, latency: float) -> float:
     size = FIRST_BYTES
     while True:
         message = Message("all_reduce", size, ours=False)
-        call = partial(_reduce, place, torch.zeros(size // 4, device=place.device))
-        spent = place.seconds(call, 1)
+        call = partial(_reduce, rank, torch.zeros(size // 4, device=rank.device))
+        spent = rank.seconds(call, 1)
         if spent >= LONG_SECONDS or size >= MOST_BYTES:
-            spent = place.seconds(call, LONG_REPEATS)
-            waiting = rounds(message, place.world, direct=False) * latency
-            return 8 * link_bytes(message, place.world) / max(spent - waiting, spent / 2)
+            spent = rank.seconds(call, LONG_REPEATS)
+            waiting = rounds(message, rank.world, direct=False) * latency
+            return 8 * link_bytes(message, rank.world) / max(spent - waiting, spent / 2)
         # all ranks know the same slowest time, so they agree on the next size
         size = min(MOST_BYTES, 2 * size * max(1, int(LONG_SECONDS / spent / 2)))
 
 
-def _reduce(place: Place, tensor: Tensor) -> None:
-    dist.all_reduce(tensor, group=place.group)
+def _reduce(rank: _Rank, tensor: Tensor) -> None:
+    dist.all_reduce(tensor, group=rank.group)
 
 
-def measured_machine(numel: int, place: Place) -> Machine:
+def measured_machine(numel: int, group: dist.ProcessGroup, device: torch.device) -> Machine:
     """What a rank's own work takes, on vectors of up to `numel` entries.
 
     On CUDA the kernels' figures are those of an H200, in proportion to what memory does here.
     """
+    rank = _Rank(group, device)
     num_entries = max(SMALL_ENTRIES, min(numel, MOST_ENTRIES))
-    if place.device.type == "cuda":
-        return _scaled(H200, place, num_entries)
-    entries = _Entries(num_entries, place.device)
-    timed = partial(place.seconds, repeats=REPEATS)
-    add = timed(entries.take_in)
-    one_rank, four_ranks = (timed(partial(entries.project, rank)) for rank in (1, HIGHER_RANK))
-    many, small = num_entries, Setup(place.world, SMALL_ENTRIES, (0, SMALL_ENTRIES))
-    whole_step = plain_step(micro(density=DENSITY), small, place.device)
+    if rank.device.type == "cuda":
+        return _scaled(H200, rank, num_entries)
+    entries = _Entries(num_entries, rank.device)
+    timed = partial(rank.seconds, repeats=REPEATS)
+    sort = rank.seconds(entries.sort, SORT_REPEATS)
+    one_rank, four_ranks = (timed(partial(entries.project, columns)) for columns in (1, HIGHER_RANK))
+    many, small = num_entries, Setup(rank.world, SMALL_ENTRIES, (0, SMALL_ENTRIES))
+    whole_step = plain_step(micro(density=DENSITY), small, rank.device)
     return Machine(
-        add=add / many,
+        add=timed(entries.take_in) / many,
         sweep=timed(entries.gradient.zero_) / many,
         copy=timed(entries.gradient.clone) / many,
         scan=timed(partial(entries.look, Magnitude())) / many,
         weigh=timed(partial(entries.look, Importance())) / many,
-        sort=place.seconds(entries.sort, SORT_REPEATS) / many,
+        sort=sort / many,
         index=timed(entries.decode) / len(entries.indices),
         merge=timed(entries.merge) / (2 * len(entries.indices)),
         value=timed(entries.write) / len(entries.indices),
@@ -165,24 +166,25 @@ def measured_machine(numel: int, place: Place) -> Machine:
         column=0.0,  # within the two before
         tensor=timed(entries.take_in_tensors) / NUM_TENSORS,
         step=timed(whole_step.call),
-        crowding=max(1.0, add / _alone(place, entries.take_in)),
+        # sorting is what one rank does while the others wait
+        crowding=max(1.0, sort / _alone(rank, entries.sort)),
     )
 
 
-def _alone(place: Place, call: Call) -> float:
+def _alone(rank: _Rank, call: Call) -> float:
     """The time of a call on the first rank while the others wait for it."""
-    first = dist.get_rank(place.group) == 0
-    return place.seconds(call if first else lambda: None, REPEATS)
+    first = dist.get_rank(rank.group) == 0
+    return rank.seconds(call if first else lambda: None, SORT_REPEATS)
 
 
-def _scaled(known: Machine, place: Place, num_entries: int) -> Machine:
-    residual, gradient = torch.zeros(num_entries, device=place.device), torch.ones(num_entries, device=place.device)
+def _scaled(known: Machine, rank: _Rank, num_entries: int) -> Machine:
+    residual, gradient = torch.zeros(num_entries, device=rank.device), torch.ones(num_entries, device=rank.device)
 
     def sweep() -> None:
         residual.add_(gradient)
         gradient.zero_()
 
-    factor = place.seconds(sweep, REPEATS) / num_entries / (known.add + known.sweep)
+    factor = rank.seconds(sweep, REPEATS) / num_entries / (known.add + known.sweep)
     of_the_host = {"column", "tensor", "step", "crowding"}
     names = [field.name for field in fields(known) if field.name not in of_the_host]
     changed = {name: factor * getattr(known, name) for name in names}
@@ -197,19 +199,21 @@ class _Entries:
         self._acc = heavy_tailed(numel, device, seed=1)
         self._parameters = heavy_tailed(numel, device, seed=2)
         target = max(1, int(DENSITY * numel))
-        setup = Setup(1, numel, (0, numel))
-        weights = Weights(lambda: self._parameters, setup.bounds)
-        self._view = View(Step(0, 0, 0, target, (0,), setup), self._acc, weights)
+        self._step = Step(0, 0, 0, target, (0,), Setup(1, numel, (0, numel)))
         self.indices = spread_indices(numel, target, device)
         self._shape = wire.Shape.of(target, numel)
         self._message = wire.encode(self.indices, 0, self._shape)
         self._thresholds: dict[Score, float] = {
-            score: self._reached(score(self._view, 0, numel)) for score in (Magnitude(), Importance())
+            score: self._reached(score(self._view(), 0, numel)) for score in (Magnitude(), Importance())
         }
         side = math.isqrt(numel // NUM_MATRICES)
         self._matrices = self._acc[: NUM_MATRICES * side * side].view(NUM_MATRICES, side, side)
         self._errors = torch.zeros_like(self._matrices)
         self._side = side
+
+    def _view(self) -> View:
+        """Of a step: where parameters are looked at, it flattens and measures them anew."""
+        return View(self._step, self._acc, Weights(self._parameters.clone, self._step.setup.bounds))
 
     def _reached(self, scores: Tensor) -> float:
         return float(scores.topk(len(self.indices)).values[-1])
@@ -222,16 +226,17 @@ class _Entries:
 
     def take_in_tensors(self) -> None:
         """Small tensors one by one: what they cost beside their entries."""
+        view = self._view()
         for place in range(NUM_TENSORS):
             piece, stretch = self.gradient[place : place + 1], Span(place, place + 1)
             is_finite(piece)
             self.residual[place : place + 1].add_(piece)
-            collect(Magnitude(), self._view, [stretch], math.inf)
+            collect(Magnitude(), view, [stretch], math.inf)
             piece.zero_()
             piece.scatter_(0, self.indices[:0], self._acc[:0])
 
     def look(self, score: Score) -> None:
-        collect(score, self._view, [Span(0, len(self._acc))], self._thresholds[score])
+        collect(score, self._view(), [Span(0, len(self._acc))], self._thresholds[score])
 
     def sort(self) -> None:
         kernels.largest(self._acc.abs(), len(self.indices))
