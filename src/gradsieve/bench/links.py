@@ -146,7 +146,6 @@ def measured_machine(numel: int, group: dist.ProcessGroup, device: torch.device)
         return _scaled(H200, rank, num_entries)
     entries = _Entries(num_entries, rank.device)
     timed = partial(rank.seconds, repeats=REPEATS)
-    sort = rank.seconds(entries.sort, SORT_REPEATS)
     one_rank, four_ranks = (timed(partial(entries.project, columns)) for columns in (1, HIGHER_RANK))
     many, small = num_entries, Setup(rank.world, SMALL_ENTRIES, (0, SMALL_ENTRIES))
     whole_step = plain_step(micro(density=DENSITY), small, rank.device)
@@ -156,7 +155,7 @@ def measured_machine(numel: int, group: dist.ProcessGroup, device: torch.device)
         copy=timed(entries.gradient.clone) / many,
         scan=timed(partial(entries.look, Magnitude())) / many,
         weigh=timed(partial(entries.look, Importance())) / many,
-        sort=sort / many,
+        sort=rank.seconds(entries.sort, SORT_REPEATS) / many,
         index=timed(entries.decode) / len(entries.indices),
         merge=timed(entries.merge) / (2 * len(entries.indices)),
         value=timed(entries.write) / len(entries.indices),
@@ -166,15 +165,18 @@ def measured_machine(numel: int, group: dist.ProcessGroup, device: torch.device)
         column=0.0,  # within the two before
         tensor=timed(entries.take_in_tensors) / NUM_TENSORS,
         step=timed(whole_step.call),
-        # sorting is what one rank does while the others wait
-        crowding=max(1.0, sort / _alone(rank, entries.sort)),
+        crowding=_crowding(rank, partial(entries.look, Importance())),
     )
 
 
-def _alone(rank: _Rank, call: Call) -> float:
-    """The time of a call on the first rank while the others wait for it."""
-    first = dist.get_rank(rank.group) == 0
-    return rank.seconds(call if first else lambda: None, SORT_REPEATS)
+def _crowding(rank: _Rank, call: Call) -> float:
+    """How much longer a call takes while all ranks do it than on the first rank while the others wait.
+
+    Taken in turns, so that what else the machine does meets both alike.
+    """
+    alone = call if dist.get_rank(rank.group) == 0 else lambda: None
+    ratios = [rank.seconds(call, 1) / rank.seconds(alone, 1) for _ in range(REPEATS)]
+    return max(1.0, statistics.median(ratios))
 
 
 def _scaled(known: Machine, rank: _Rank, num_entries: int) -> Machine:
