@@ -91,9 +91,10 @@ REPORT = layers_of(
     "texts curves",
     "colours",
     "drawing grouping table",
-    "costs figures summary tables",
+    "costs figures labs summary tables",
     "findings",
     "page",
+    "lab_page",
     "__init__",
 )
 CLI = layers_of(

@@ -20,7 +20,16 @@ from gradsieve.counters import Traffic
 from gradsieve.lab.jobs import JobError, run_job
 from gradsieve.lab.layout import Layout
 from gradsieve.lab.network import Network
-from gradsieve.lab.training import Cell, TrainRow, TrainSetting, row_name, row_of, train_command, zero_line_of
+from gradsieve.lab.training import (
+    Cell,
+    TrainRow,
+    TrainSetting,
+    levelled,
+    row_name,
+    row_of,
+    train_command,
+    zero_line_of,
+)
 from gradsieve.runs import RESULT, RUN, read_run
 from gradsieve.tasks import build_model
 from gradsieve.training.folder import RUNS, make_writable
@@ -58,10 +67,12 @@ class Lesson:
     def record(self, told: dict[str, Any], trained: Sequence[Trained]) -> Any:
         """As JSON holds it."""
         rows = []
-        for one in trained:
-            alike = [other.row for other in trained if other.layout == one.layout and other.row.seed == one.row.seed]
-            own = {"rate": one.layout.rate.name, **one.row.as_record(zero_line_of(alike))}
-            rows.append(own | {"hosts": [traffic._asdict() for traffic in one.traffic]})
+        for layout in self.layouts:
+            here = [one for one in trained if one.layout == layout]
+            for one, row in zip(here, levelled([one.row for one in here]), strict=True):
+                zero_line = zero_line_of([other.row for other in here if other.row.seed == row.seed])
+                hosts = [traffic._asdict() for traffic in one.traffic]
+                rows.append({"rate": layout.rate.name, **row.as_record(zero_line), "hosts": hosts})
         return result(KIND, torch.device("cpu"), told, rows)
 
 
@@ -102,7 +113,7 @@ def train_in_lab(lesson: Lesson, told: dict[str, Any], console: Console) -> int:
             write(lesson.record(told, trained), str(lesson.output / FILE))
             if not console.is_terminal:
                 console.print(_line(trained[-1]), markup=False, soft_wrap=True)
-        rows = [one.row for one in trained if one.layout == layout]
+        rows = levelled([one.row for one in trained if one.layout == layout])
         console.print(training_table(_title(told, layout), rows))
         for row in rows:
             if row.error is not None:

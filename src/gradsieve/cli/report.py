@@ -14,18 +14,25 @@ from gradsieve.training.folder import make_writable
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.", metavar="RUNS...")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of runs, or folders that hold some; or JSON files of a lab.", metavar="RUNS..."),
+    ],
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--output", help="Folder to write to. Default: report/ in the first of RUNS."),
     ] = None,
     title: Annotated[Optional[str], typer.Option("--title", help="Headline of the page.")] = None,  # noqa: UP045
 ) -> int:
-    """Write a page with the papers' figures, from runs that train or compare made.
+    """Write a page with the papers' figures, from runs that train or compare made, or one on bandwidths from a lab's.
 
     The page is one file that needs no network; figures (PNG, SVG) and tables (CSV, Markdown) lie beside it.
     """
-    page = write(read_runs(runs), (output or runs[0] / "report").expanduser().resolve(), title)
+    of_lab = [path for path in runs if path.suffix == ".json"]
+    if of_lab and len(of_lab) < len(runs):
+        raise UsageError("a page is of runs or of a lab's JSON files, not of both: write two")
+    folder = (output or (runs[0].parent if of_lab else runs[0]) / "report").expanduser().resolve()
+    page = write_of_lab(runs, folder, title) if of_lab else write(read_runs(runs), folder, title)
     typer.echo(str(page))
     return 0
 
@@ -47,3 +54,12 @@ def write(runs: list[Run], output: Path, title: str | None = None) -> Path:
 
     make_writable(output)
     return write_report(runs, output, title=title) if title else write_report(runs, output)
+
+
+def write_of_lab(files: list[Path], output: Path, title: str | None = None) -> Path:
+    """Write the page of a lab's measurements into a folder; returns its path."""
+    check_packages()
+    from gradsieve.report.lab_page import write_lab_page
+
+    make_writable(output)
+    return write_lab_page(files, output, title)

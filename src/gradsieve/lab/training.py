@@ -108,7 +108,7 @@ class TrainRow(NamedTuple):
     seconds: Spread | None = None
     """Of a step, on the slowest host."""
     compute_seconds: float | None = None
-    """Forward and backward alone, measured before the first step, with the optimizer's part of a step."""
+    """Forward and backward alone, measured before the first step, and batch and optimizer of a step."""
     select_seconds: float | None = None
     exchange_seconds: float | None = None
     """What is left of a step."""
@@ -157,6 +157,20 @@ def zero_line_of(rows: Sequence[TrainRow]) -> TrainRow | None:
     return next((row for row in rows if row.name == PLAIN), None)
 
 
+def levelled(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """Rows of one rate with one figure for computing, the median: it is the same work for all of them, and what one run
+    measured of it alone is noisy where hosts share cores.
+    """
+    known = [row.compute_seconds for row in rows if row.compute_seconds is not None]
+    return [_with_compute(row, statistics.median(known)) if row.seconds is not None else row for row in rows]
+
+
+def _with_compute(row: TrainRow, compute: float) -> TrainRow:
+    assert row.seconds is not None
+    left = row.seconds.median - compute - (row.select_seconds or 0.0)
+    return row._replace(compute_seconds=compute, exchange_seconds=max(0.0, left))
+
+
 def row_name(method: str) -> str:
     """As tables show it: the names of baselines are those of `bench step`."""
     name, options = parse_method(method)
@@ -166,29 +180,24 @@ def row_name(method: str) -> str:
 def row_of(cell: Cell, run: Run) -> TrainRow:
     """What a run's folder tells."""
     steady = run.steps[min(UNSTEADY_STEPS, len(run.steps) - 1) :]
-    seconds = spread(_column(steady, "time/step"))
     alone = float(run.header["seconds_alone"])
-    compute = alone + statistics.median(_column(steady, "time/rest"))
-    select = statistics.median(_column(steady, "time/select"))
-    total = int(run.header["total_steps"])
-    return TrainRow(
+    row = TrainRow(
         name=row_name(cell.method),
         method=cell.method,
         seed=cell.seed,
-        seconds=seconds,
-        compute_seconds=compute,
-        select_seconds=select,
-        exchange_seconds=max(0.0, seconds.median - compute - select),
+        seconds=spread(_column(steady, "time/step")),
+        select_seconds=statistics.median(_column(steady, "time/select")),
         wire_bytes=_mean(steady, "comm/wire_bytes"),
         link_bytes=_mean(steady, "comm/link_bytes"),
         counted_bytes=_mean(steady, "comm/sent_bytes"),
         uplink_bytes=_mean(steady, "comm/uplink_bytes"),
         density=_mean(steady, "sparsity/density_actual"),
         steps=len(run.steps),
-        whole=len(run.steps) >= total,
+        whole=len(run.steps) >= int(run.header["total_steps"]),
         accuracy=float(run.evaluations[-1][f"eval/{run.measure}"] or 0),
         reached=None if cell.setting.accuracy is None else reached(run, cell.setting.accuracy),
     )
+    return _with_compute(row, alone + statistics.median(_column(steady, "time/rest")))
 
 
 def reached(run: Run, accuracy: float) -> Reached | None:

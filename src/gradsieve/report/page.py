@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from gradsieve.report import tables, texts
-from gradsieve.report.colours import Look, Series, looks, style_sheet
+from gradsieve.report.colours import Look, looks, style_sheet
 from gradsieve.report.drawing import figure_data, inline_svg, labels, style, write_files
 from gradsieve.report.figures import EXHIBITS, MOST_PANELS, Exhibit, Key, Looks, NothingToDrawError
 from gradsieve.report.findings import Finding, finding
@@ -80,7 +81,7 @@ def write_page(runs: Sequence[Run], output: Path, title: str) -> Path:
     names = [f"{place}-" if len(found) > 1 else "" for place in range(1, len(found) + 1)]
     parts = [_part(section, name, all_looks, output) for section, name in zip(found, names, strict=True)]
     page = output / "index.html"
-    page.write_text(_rendered(parts, title, all_looks), encoding="utf-8")
+    page.write_text(rendered("page.html", parts=parts, title=title, looks=all_looks), encoding="utf-8")
     return page
 
 
@@ -107,7 +108,7 @@ def _plate(exhibit: Exhibit, section: Section, prefix: str, all_looks: Looks, fo
             figure = exhibit.draw(section, all_looks)
             svg = inline_svg(figure, name, f"{title}. {caption}")
             keys = tuple(key for key in exhibit.keys if key.dashed or key.words in labels(figure))
-            _write_data(figure, folder / f"{name}.csv")
+            write_data(figure, folder / f"{name}.csv")
             write_files(figure, folder / name)
     except NothingToDrawError as error:
         return Plate(name, title, caption, reason=f"No figure: it {error}.")
@@ -123,7 +124,8 @@ def _filled(text: str, section: Section) -> str:
     return text
 
 
-def _write_data(figure: Figure, path: Path) -> None:
+def write_data(figure: Figure, path: Path) -> None:
+    """The points of a figure as CSV."""
     columns = tuple(Column(name, name) for name in ("panel", "series", "x", "y"))
     rows = tuple(tuple(Cell(value, str(value)) for value in row) for row in figure_data(figure))
     path.write_text(Table("figure", "", columns, rows).csv(), encoding="utf-8")
@@ -133,7 +135,7 @@ def _sheets(section: Section, prefix: str, folder: Path) -> Iterator[Sheet]:
     """The tables, each written to its files."""
     summary = summary_table(section_rows(section))
     keys = tuple(dict.fromkeys((*RESULT_KEYS, *TIME_KEYS)))
-    _write_table(folder / f"{prefix}summary", summary, summary.only(*keys))
+    write_table(folder / f"{prefix}summary", summary, summary.only(*keys))
     points = "points" if section.measure.percent else section.measure.words
     yield Sheet(
         summary.only(*RESULT_KEYS),
@@ -146,14 +148,15 @@ def _sheets(section: Section, prefix: str, folder: Path) -> Iterator[Sheet]:
         yield Sheet(summary.only(*TIME_KEYS), "Times of a step", f"{prefix}summary", note)
     for make in (tables.runs_table, tables.differences_table, tables.configuration_table, tables.environment_table):
         table = make(section)
-        _write_table(folder / f"{prefix}{table.name}", table, table)
+        write_table(folder / f"{prefix}{table.name}", table, table)
         narrow = table.name in ("configuration", "environment")
         yield Sheet(table.filled(), table.title, f"{prefix}{table.name}", narrow=narrow)
     commands = tables.commands_table(section)
-    _write_table(folder / f"{prefix}commands", commands, commands)
+    write_table(folder / f"{prefix}commands", commands, commands)
 
 
-def _write_table(stem: Path, full: Table, shown: Table) -> None:
+def write_table(stem: Path, full: Table, shown: Table) -> None:
+    """All of a table as CSV, what the page shows of it as Markdown."""
     stem.with_suffix(".csv").write_text(full.csv(), encoding="utf-8")
     stem.with_suffix(".md").write_text(shown.markdown(), encoding="utf-8")
 
@@ -184,17 +187,17 @@ def _notes(section: Section) -> Iterator[str]:
         yield f"Figures with a panel a method show the first {MOST_PANELS}."
 
 
-def _rendered(parts: Sequence[Part], title: str, all_looks: Mapping[Series, Look]) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(_resource("page.html"))
-    return template.render(
-        title=title,
-        parts=parts,
-        looks=all_looks,
+def rendered(template: str, **context: Any) -> str:
+    """One of the templates in this package, with what all of them need."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template(template).render(
         count=texts.count,
         bracket=Markup("<wbr>("),
         style=Markup(style_sheet() + _resource("page.css")),
         script=Markup(_resource("page.js")),
+        **context,
     )
 
 
