@@ -20,7 +20,7 @@ PREFERRED = "union"
 DENSITIES = (0.1, 0.03, 0.01)
 """Tried from the densest on: what costs nothing is not left out."""
 FREE = 0.05
-"""A density costs nothing that makes a step longer by no more than this."""
+"""A density, or a plainer way, costs nothing that makes a step longer by no more than this."""
 SLOWEST, FASTEST = 1e5, 1e14
 """Bits a second between which a break-even is looked for."""
 HALVINGS, POINTS_OF_A_DECADE = 30, 2
@@ -109,16 +109,14 @@ def _choice(name: str, load: Load, link: Link, machine: Machine) -> Choice:
 
 
 def _preferred(choices: Sequence[Choice]) -> Choice:
-    """The fastest, but what is plainer or better for accuracy if it is nearly as fast."""
-    fastest = min(choice.step_seconds for choice in choices)
-    near = [choice for choice in choices if choice.step_seconds <= (1 + PREFERENCE) * fastest]
-    preferred = [choice for choice in near if choice.name == PREFERRED] or [min(near, key=lambda one: one.step_seconds)]
-    name = preferred[0].name
-    same = [choice for choice in near if choice.name == name]
-    return next(
-        (choice for choice in same if (choice.wire, choice.scope) == ("float32", "model")),
-        min(same, key=lambda choice: choice.step_seconds),
-    )
+    """The fastest method, or the one that keeps more accuracy if it is nearly as fast; as plainly as costs nothing."""
+    fastest = min(choices, key=lambda choice: choice.step_seconds)
+    limit = (1 + PREFERENCE) * fastest.step_seconds
+    is_near = any(choice.name == PREFERRED and choice.step_seconds <= limit for choice in choices)
+    same = [choice for choice in choices if choice.name == (PREFERRED if is_near else fastest.name)]
+    best = min(same, key=lambda choice: choice.step_seconds)
+    plain = next(choice for choice in same if (choice.wire, choice.scope) == ("float32", "model"))
+    return plain if plain.step_seconds <= (1 + FREE) * best.step_seconds else best
 
 
 def _denser(best: Choice, load: Load, link: Link, machine: Machine) -> Choice:
