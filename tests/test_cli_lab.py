@@ -50,6 +50,9 @@ class Pretended:
     def host_traffic(self) -> list[Traffic]:
         return [Traffic(10_000, 20_000)] * self.layout.hosts
 
+    def uplink_place(self) -> str | None:
+        return "7:uplink0" if self.layout.racks > 1 else None
+
     def uplink_traffic(self) -> Traffic | None:
         return Traffic(300, 400) if self.layout.racks > 1 else None
 
@@ -57,6 +60,7 @@ class Pretended:
 def pretended_job(network: Pretended, script: Sequence[str], *, seconds: float) -> list[Ended]:
     assert script[:4] == ["-m", "gradsieve", "bench", "step"]
     assert seconds == 77
+    assert ("--uplink" in script) == (network.layout.racks > 1)
     if network.layout.rate.name == "1kbit":
         raise JobError("host 1 ended with exit code 1: ValueError: bad", [])
     rows = [row.as_record(ROWS) for row in ROWS]

@@ -69,7 +69,7 @@ def test_the_commands_of_one_host() -> None:
         "ip link add port0 type veth peer name eth0 netns host0",
         "ip link set port0 master rack0 up",
         "ip -n host0 link set lo up",
-        "ip -n host0 link set eth0 addrgenmode none up",
+        "ip -n host0 link set eth0 addrgenmode none gso_max_size 65536 up",
         "ip -n host0 address add 10.77.0.1/24 dev eth0",
         f"tc -n host0 qdisc add dev eth0 {queue}",
         f"tc qdisc add dev port0 {queue}",

@@ -75,7 +75,7 @@ def task_of(**models: Callable[[], nn.Module]) -> Task:
 def test_the_tasks_are_these() -> None:
     assert list(TASKS) == ["digits", "cifar10", "cifar100", "characters", "words", "ratings"]
     types = {"Task", "Recipe", "Measure", "Examples", "Noise", "DataError"}
-    assert set(tasks.__all__) == types | {"TASKS", "accuracy", "load_task", "build_model"}
+    assert set(tasks.__all__) == types | {"TASKS", "accuracy", "load_task", "base_model", "build_model"}
 
 
 def test_a_task_is_loaded_by_name() -> None:

@@ -316,6 +316,7 @@ CONFIGS = [
         batch_size=20,
         epochs=3,
         steps=100,
+        stop_at=0.9,
         lr=1.0,
         warmup_epochs=0.5,
         schedule="constant",
@@ -333,6 +334,9 @@ CONFIGS = [
         tensorboard=True,
         wandb="project",
         threads=2,
+        interface="eth0",
+        uplink="7:eth0",
+        passes_alone=3,
     ),
     TrainConfig(virtual=16, method="dense"),
 ]

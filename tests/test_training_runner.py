@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "batch_size": 6,
     "epochs": 7,
     "steps": 9,
+    "stop_at": 0.5,
     "lr": 0.5,
     "warmup_epochs": 2.0,
     "schedule": "step",
@@ -59,6 +60,9 @@ OTHERS: dict[str, Any] = {
     "tensorboard": True,
     "wandb": "project",
     "threads": 2,
+    "interface": "lo",
+    "uplink": "1:lo",
+    "passes_alone": 3,
 }
 
 
@@ -266,7 +270,7 @@ def test_the_folder_of_a_run_tells_what_it_is(done: Path) -> None:
 def test_every_record_of_a_step_has_the_names_that_runs_promises(done: Path) -> None:
     run = read_run(done)
     names = re.findall(r"\b(?:train|sparsity|comm|time|eval)/\w+", gradsieve.runs.__doc__ or "")
-    promised = {"step", "epoch", *names} - {"time/compute"}
+    promised = {"step", "epoch", *names} - {"time/compute", "comm/sent_bytes", "comm/uplink_bytes"}
     assert {name for record in run.steps for name in record} == {n for n in promised if not n.startswith("eval/")}
     assert run.evaluations[-1].keys() == {"step", "epoch", "time/elapsed", "eval/loss", "eval/accuracy"}
     for number, record in enumerate(run.steps, start=1):

@@ -174,6 +174,6 @@ def last_words(errors: str) -> str:
     'ValueError: bad'
     """
     stripped = (_RANK.sub("", line).strip() for line in errors.splitlines())
-    lines = [line for line in stripped if line]
+    lines = [line for line in stripped if any(map(str.isalnum, line))]  # not those that only underline
     raised = [line for line in lines if _RAISED.fullmatch(line)]
     return raised[-1] if raised else (lines[-1] if lines else "without a word")

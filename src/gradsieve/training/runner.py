@@ -26,7 +26,7 @@ from gradsieve.training.session import Ended, Interruption, Order, Seat, carry_o
 
 MAY_CHANGE = {
     *("epochs", "steps", "data", "device", "eval_every", "checkpoint_every", "tensorboard", "wandb", "threads"),
-    *("timeout", "workers", "virtual", "stop_at", "interface", "uplink", "passes_alone"),
+    *("timeout", "workers", "virtual", "stop_at"),
 }
 """Options that a resumed run may take anew; but processes stay processes, and virtual workers virtual."""
 
