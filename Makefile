@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow test-faults test-lab test-gpu check format clean
+.PHONY: setup demo lab test test-slow test-faults test-lab test-gpu check format clean
 
 setup: .venv/dev  ## make .venv and install what the checks and tests need
 
@@ -12,6 +12,9 @@ setup: .venv/dev  ## make .venv and install what the checks and tests need
 
 demo: .venv/demo  ## train on digits over four processes with eight methods; prints a table and the path of a report
 	$(BIN)/gradsieve demo
+
+lab: setup  ## measures the lab's figures anew, exchanges and trainings by bandwidth: 40 minutes on two quiet cores
+	benchmarks/lab.sh
 
 test: setup  ## every test but the slow ones, those of many faults, of networks, and those for a GPU
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not faults and not root"

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Everything of the lab that is committed, measured anew: benchmarks/results/lab-*.json, docs/exchange.svg, and a page in
+# runs/lab/report. About 40 minutes on two quiet cores. `make lab` runs it.
+#
+# For a short trial that leaves what is committed alone:
+#   RESULTS=/tmp/lab FIGURE=/tmp/lab/exchange.svg STEPS=2 TRAIN="--steps 8" WHOLE=ddp,micro OTHERS=fp16 VARIANTS= \
+#       benchmarks/lab.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+GRADSIEVE=${GRADSIEVE:-.venv/bin/python -m gradsieve}
+PYTHON=${PYTHON:-.venv/bin/python}
+RESULTS=${RESULTS:-benchmarks/results}
+FIGURE=${FIGURE:-docs/exchange.svg}
+RUNS=${RUNS:-runs/lab}
+STEPS=${STEPS:-10}
+TRAIN=${TRAIN:-}
+GOAL=0.95
+
+# what is judged by its final accuracy, and what only has to reach the goal
+WHOLE=${WHOLE-"ddp,topk,cltk,micro,union"}
+OTHERS=${OTHERS-"fp16,powersgd(rank=1),powersgd(rank=4),exdyna"}
+VARIANTS=${VARIANTS-"micro(wire=bfloat16),micro(scope=bucket),union(wire=bfloat16),union(scope=bucket)"}
+TRAINING="--train --config benchmarks/lab.toml --density 0.01 --accuracy $GOAL $TRAIN"
+
+mkdir -p "$RESULTS"
+rm -rf "$RUNS"
+
+# exchanges of given gradients, by bandwidth, and over a slow link between two racks
+$GRADSIEVE lab --rate 100mbit,1gbit,10gbit,none --steps "$STEPS" --json "$RESULTS/lab-exchange.json"
+$GRADSIEVE lab --rate 1gbit --racks 2 --uplink 500mbit --steps "$STEPS" --json "$RESULTS/lab-racks.json"
+
+# accuracy by step does not depend on the rate: full length at the fast one, elsewhere until the goal is seen
+$GRADSIEVE lab $TRAINING --rate 1gbit --methods "$WHOLE" --output "$RUNS/whole"
+$GRADSIEVE lab $TRAINING --rate 1gbit --methods "$OTHERS,$VARIANTS" --stop-at-accuracy --output "$RUNS/others"
+$GRADSIEVE lab $TRAINING --rate 100mbit --methods "$WHOLE,$OTHERS,$VARIANTS" --stop-at-accuracy --output "$RUNS/slow"
+cp "$RUNS/whole/lab-training.json" "$RESULTS/lab-training-1gbit.json"
+cp "$RUNS/others/lab-training.json" "$RESULTS/lab-training-1gbit-others.json"
+cp "$RUNS/slow/lab-training.json" "$RESULTS/lab-training-100mbit.json"
+
+$GRADSIEVE report "$RESULTS"/lab-*.json --output "$RUNS/report"
+$PYTHON benchmarks/draw.py "$RESULTS/lab-exchange.json" "$FIGURE" 1gbit
