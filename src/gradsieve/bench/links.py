@@ -114,7 +114,7 @@ def measured_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 def direct_bytes(backend: str, device_type: str) -> int:
     """Up to which size this library sends messages directly: gloo knows rings only, others choose by themselves."""
-    return int(getattr(collectives, "DIRECT_BYTES", 0)) if (backend, device_type) == ("gloo", "cpu") else 0
+    return collectives.DIRECT_BYTES if (backend, device_type) == ("gloo", "cpu") else 0
 
 
 def _bandwidth(rank: _Rank, latency: float) -> float:
