@@ -191,14 +191,15 @@ def test_what_is_no_lab_makes_no_page(tmp_path: Path) -> None:
 @pytest.mark.root
 def test_a_training_in_a_lab(tmp_path: Path) -> None:
     before = interfaces()
-    racks = ["--rate", "1gbit", "--racks", 2, "--uplink", "500mbit"]
+    racks = ["--rate", "1gbit", "--racks", 2, "--uplink", "500mbit", "--model", "mlp(hidden=300)"]
     done: Done = spawn(*MODULE, *SMALL, "--steps", 8, *racks, "--output", "out", cwd=tmp_path, seconds=110)
     assert done.code == 0, done
     found = json.loads((tmp_path / "out" / "lab-training.json").read_text())
     for row in found["rows"]:
-        assert row["ratio_to_formula"] == pytest.approx(1, abs=0.5)
         # two hosts in two racks: what one sends passes between the racks, and so does what the other sends
         assert row["uplink_bytes"] == pytest.approx(2 * row["counted_bytes"], rel=0.2)
+        if row["name"] == "plain DDP":
+            assert row["ratio_to_formula"] == pytest.approx(1, abs=0.1)
     assert interfaces() == before
 
 
