@@ -497,7 +497,7 @@ def _regression(name: str, scope: str) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("micro", "union", "topk"))) for name in METHODS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "union")) for name in METHODS],
 )
 def test_training_reaches_the_loss_of_the_whole_model(name: str, fleet2: Fleet) -> None:
     expected, losses = fleet2.run(_regression, name, "model"), fleet2.run(_regression, name, "bucket")

@@ -202,7 +202,7 @@ def imbalances(method: Method, seed: int) -> list[float]:
     return [simulation.step(torch.randn(8, 300_000, generator=generator) * scale)[1].imbalance for _ in range(50)]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_adaptive_blocks_balance_where_the_published_rule_is_slow(seed: int) -> None:
     assert statistics.median(imbalances(gradsieve.exdyna(), seed)[-10:]) < 0.15
     assert statistics.median(imbalances(gradsieve.exdyna(blocks="paper"), seed)[-10:]) > 0.26

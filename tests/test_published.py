@@ -184,7 +184,7 @@ def _departures(name: str, density: float) -> tuple[int, list[tuple[int, list[st
     [
         ("micro", 2),
         ("exdyna", 2),
-        ("exdyna", 4),
+        pytest.param("exdyna", 4, marks=pytest.mark.slow),
         pytest.param("micro", 4, marks=pytest.mark.slow),
         pytest.param("micro", 7, marks=pytest.mark.slow),
         pytest.param("exdyna", 7, marks=pytest.mark.slow),

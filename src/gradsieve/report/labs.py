@@ -104,8 +104,9 @@ def rate_text(rate: str | float) -> str:
     bits = bits_of(rate) if isinstance(rate, str) else rate
     if math.isinf(bits):
         return "no limit"
+    bits = float(f"{bits:.3g}")  # first, as rounding may lead to the next unit
     unit, name = next(pair for pair in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")) if bits >= pair[0])
-    return f"{bits / unit:.3g} {name}"
+    return f"{bits / unit:g} {name}"
 
 
 def read_labs(paths: Iterable[Path]) -> list[Lab]:
