@@ -13,7 +13,7 @@ setup: .venv/dev  ## make .venv and install what the checks and tests need
 demo: .venv/demo  ## train on digits over four processes with eight methods; prints a table and the path of a report
 	$(BIN)/gradsieve demo
 
-lab: setup  ## measures the lab's figures anew, exchanges and trainings by bandwidth: 40 minutes on two quiet cores
+lab: setup  ## measures the lab's figures anew, exchanges and trainings by bandwidth: an hour on two quiet cores
 	benchmarks/lab.sh
 
 test: setup  ## every test but the slow ones, those of many faults, of networks, and those for a GPU

@@ -23,18 +23,18 @@ def main() -> None:
     result = json.loads(source.read_text())
     setting = result["setting"]
     rows = [row for row in result["rows"] if row["rate"] == rate and row["error"] is None]
-    rows = sorted((row for row in rows if row["name"] not in NOT_DRAWN), key=lambda row: -row["seconds"]["median"])
-    milliseconds = [1000 * row["seconds"]["median"] for row in rows]
+    rows = sorted((row for row in rows if row["name"] not in NOT_DRAWN), key=lambda row: -row["added_seconds"])
+    milliseconds = [1000 * row["added_seconds"] for row in rows]
     mpl.rcParams["svg.hashsalt"] = "gradsieve"
     figure, axes = plt.subplots(figsize=(7.5, 0.8 + 0.3 * len(rows)), layout="constrained")
-    colours = [OURS if row["name"].partition("(")[0] in HIGHLIGHTED else OTHERS for row in rows]
+    colours = [OURS if row["name"].partition(",")[0] in HIGHLIGHTED else OTHERS for row in rows]
     bars = axes.barh([row["name"] for row in rows], milliseconds, color=colours)
     labels = [
         f"{time:.0f} ms, {row['counted_bytes'] / 1e6:.1f} MB" for row, time in zip(rows, milliseconds, strict=True)
     ]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_xlim(0, 1.25 * max(milliseconds))
-    axes.set_xlabel("averaging one gradient, median (milliseconds); data that a host sent")
+    axes.set_xlabel("what averaging a gradient adds to a step, median (milliseconds); data that a host sent")
     axes.set_title(
         f"{setting['parameters'] / 1e6:.1f} M parameters, density {setting['density']:g}, "
         f"{setting['world']} hosts with links of {rate}",

@@ -233,7 +233,10 @@ def test_help_names_every_option(command: str, ask: str) -> None:
 
 def test_help_says_the_defaults_and_what_may_be_several() -> None:
     out = " ".join(call("compare", "--help").out.split())
-    assert "'micro(control=paper)'; or ddp, fp16, bf16, powersgd(rank=N). Several: separated by commas. Default: union." in out
+    assert (
+        "'micro(control=paper)'; or ddp, fp16, bf16, powersgd(rank=N). Several: separated by commas. Default: union."
+        in out
+    )
     assert "--seed SEED,..." in out
     assert "Default: digits." in out
     assert "Several" not in call("train", "--help").out

@@ -20,7 +20,7 @@ from torch import Tensor
 
 OnNonfinite: TypeAlias = Literal["raise", "skip", "propagate"]
 
-PIECE = 1 << 19
+PIECE = 1 << 18
 """Entries that are looked at and then taken in, on the CPU: they are still in the cache."""
 
 
