@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet import Fleet
+from gradsieve import collectives as collectives_module
 from gradsieve.collectives import (
     Collectives,
     ExchangeError,
@@ -459,6 +460,30 @@ def test_ranks_and_sources_are_counted_within_the_group(fleet3: Fleet) -> None:
     assert outsider is None
     expected = [[twin.result for twin in in_process(program, 2)] for program in (gather_vectors, broadcast_from_each)]
     assert [_plain(result) for result in members] == [_plain(list(results)) for results in zip(*expected, strict=True)]
+
+
+def _by_both_ways(length: int) -> list[tuple[Tensor, Tensor, float]]:
+    """What an all-gather and an all-reduce bring, directly and in rings, with the bytes through the link."""
+    found, group = [], _world_group()
+    for limit in (collectives_module.DIRECT_BYTES, 0):
+        collectives = GroupCollectives(group, torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives_module, "DIRECT_BYTES", limit)
+            gathered = run(collectives.all_gather(own(collectives, length)))
+            total = run(collectives.all_reduce(own(collectives, length)))
+        found.append((gathered, total, collectives.link_bytes))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 1000])
+def test_short_messages_go_directly_and_bring_what_a_ring_brings(length: int, fleet3: Fleet) -> None:
+    outcomes = fleet3.run(_by_both_ways, length)
+    for directly, in_rings in outcomes:
+        assert torch.equal(directly[0], in_rings[0])
+        torch.testing.assert_close(directly[1], in_rings[1])
+        assert directly[2] == in_rings[2]
+    totals = [directly[1] for directly, _ in outcomes]
+    assert all(torch.equal(total, totals[0]) for total in totals)
 
 
 def _counted(calls: list[int]) -> Program:

@@ -38,7 +38,7 @@ LONG_SECONDS, LONG_REPEATS = 0.2, 3
 MOST_ENTRIES = 1 << 23
 """Of the vectors that local work is timed on: more than a cache holds, and done in a few seconds."""
 DENSITY = 0.01
-REPEATS, SORT_REPEATS = 5, 3
+REPEATS, SORT_REPEATS = 5, 5
 SMALL_ENTRIES, NUM_TENSORS = 4096, 32
 NUM_MATRICES, HIGHER_RANK = 8, 4
 

@@ -157,6 +157,8 @@ def _group(crew: Crew, seat: Seat) -> Iterator[torch.device]:
     )
     try:
         yield device
+        # one that left early would break off what another has not ended yet
+        dist.barrier()
     finally:
         gc.collect()
         dist.destroy_process_group()
