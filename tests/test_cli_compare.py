@@ -243,7 +243,10 @@ CUT = [*GUIDED, "--method", "dense,micro", "--seed", "0,1", "--steps", STEPS, "-
 ORDER = [f"small-guided-{method}-v2-s{seed}" for method in ("dense", "micro-0.01") for seed in (0, 1)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.faults), pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_grid_that_was_cut_off_goes_on_where_it_was(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     command = ["compare", *CUT, "--data", tmp_path, "--output", "grid"]

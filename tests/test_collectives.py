@@ -501,7 +501,10 @@ def _counted(calls: list[int]) -> Program:
 
 def _computed_over_group() -> tuple[list[int], list[int]]:
     calls: list[int] = []
-    return run(_counted(calls)(GroupCollectives(_world_group(), CPU))), calls
+    computed = run(_counted(calls)(GroupCollectives(_world_group(), CPU)))
+    # nothing was sent: one that leaves early would break off the others, which may still be connecting
+    dist.barrier()
+    return computed, calls
 
 
 def test_over_a_group_every_rank_computes_for_itself(fleet3: Fleet) -> None:

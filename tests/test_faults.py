@@ -126,7 +126,8 @@ def test_the_cause_goes_before_what_others_say_of_it(tmp_path: Path) -> None:
     assert ended.error == "worker 1: RuntimeError: the model broke down"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_command_that_lost_a_worker_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     data = Trouble("kill" if number == signal.SIGKILL else "stop", at=4, rank=1).write(tmp_path / "trouble.json")
     asked = ["--task", "small_runs:troubled", "--data", data, "--workers", 2, "--timeout", TIMEOUT, "--output", "run"]

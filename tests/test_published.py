@@ -183,7 +183,7 @@ def _departures(name: str, density: float) -> tuple[int, list[tuple[int, list[st
     ("name", "world"),
     [
         ("micro", 2),
-        ("exdyna", 2),
+        pytest.param("exdyna", 2, marks=pytest.mark.slow),
         pytest.param("exdyna", 4, marks=pytest.mark.slow),
         pytest.param("micro", 4, marks=pytest.mark.slow),
         pytest.param("micro", 7, marks=pytest.mark.slow),
