@@ -59,6 +59,8 @@ class Fleet:
         for rank, (_, pipe) in enumerate(self._ranks):
             # an error on one rank may leave the others waiting for it: give them a second, not the whole time
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                # one that waits says little: what the others met with says why
+                answers += [(False, "no answer"), *(self._said(later) for later in range(rank + 1, len(self._ranks)))]
                 self.stop()
                 failures = [f"rank {r}: {text}" for r, (ok, text) in enumerate(answers) if not ok]
                 raise TimeoutError("\n".join([f"rank {rank} did not answer in time", *failures]))
@@ -69,6 +71,12 @@ class Fleet:
         if failures:
             raise RuntimeError("\n".join(failures))
         return [value for _, value in answers]
+
+    def _said(self, rank: int) -> tuple[bool, Any]:
+        """What a rank has answered by now."""
+        _, pipe = self._ranks[rank]
+        answer: tuple[bool, Any] = pipe.recv() if pipe.poll() else (False, "no answer")
+        return answer
 
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What a lab has on the machine, for tests that nothing of it is left."""
+"""A lab that is not there, and what one has on the machine, for tests that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 from command_line import until
+from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.layout import Layout
 from gradsieve.lab.network import Network
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
+
+
+class Pretended:
+    """A network that is not there."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def host_traffic(self) -> list[Traffic]:
+        return [Traffic(10_000, 20_000)] * self.layout.hosts
+
+    def uplink_place(self) -> str | None:
+        return "7:uplink0" if self.layout.racks > 1 else None
+
+    def uplink_traffic(self) -> Traffic | None:
+        return Traffic(300, 400) if self.layout.racks > 1 else None
 
 
 class Belongings(NamedTuple):

@@ -15,11 +15,9 @@ from gradsieve.bench.figures import Spread
 from gradsieve.bench.step import StepRow, StepSetting
 from gradsieve.cli import lab as command
 from gradsieve.cli.lab import bench_command
-from gradsieve.counters import Traffic
 from gradsieve.lab import names
 from gradsieve.lab.jobs import Ended, JobError
-from gradsieve.lab.layout import Layout
-from labs import assert_gone, belongings, interfaces, processes_of
+from labs import Pretended, assert_gone, belongings, interfaces, processes_of
 
 ROWS = [
     StepRow("plain DDP", Spread(0.5, 0.4, 0.6, 3), 4000, None, None, None, link_bytes=6000, counted_bytes=6300),
@@ -33,28 +31,6 @@ SMALL = ["lab", "--hosts", 2, "--parameters", 200_000, "--steps", 3, "--warmup",
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-class Pretended:
-    """A network that is not there."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def __enter__(self) -> Pretended:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def host_traffic(self) -> list[Traffic]:
-        return [Traffic(10_000, 20_000)] * self.layout.hosts
-
-    def uplink_place(self) -> str | None:
-        return "7:uplink0" if self.layout.racks > 1 else None
-
-    def uplink_traffic(self) -> Traffic | None:
-        return Traffic(300, 400) if self.layout.racks > 1 else None
 
 
 def pretended_job(network: Pretended, script: Sequence[str], *, seconds: float) -> list[Ended]:

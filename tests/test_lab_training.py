@@ -12,15 +12,13 @@ import pytest
 from command_line import MODULE, Done, call, complaint, finish, spawn, started, until
 from gradsieve.cli import lab as command
 from gradsieve.cli import lab_training
-from gradsieve.counters import Traffic
 from gradsieve.lab.jobs import Ended, JobError
-from gradsieve.lab.layout import Layout
 from gradsieve.lab.training import Cell, Reached, TrainRow, TrainSetting, levelled, reached, row_of, train_command
 from gradsieve.report.labs import break_even, read_labs
 from gradsieve.report.texts import ABSENT
 from gradsieve.runs import Run, read_run
 from gradsieve.training.recorder import write_json, write_result, write_text
-from labs import assert_gone, belongings, interfaces, processes_of
+from labs import Pretended, assert_gone, belongings, interfaces, processes_of
 
 SETTING = TrainSetting(("micro(wire=bfloat16)", "ddp"), (3,), {"task": "digits", "density": 0.01, "lr": 0.5}, 0.6)
 SMALL = ["lab", "--train", "--hosts", 2, "--model", "mlp(hidden=16)", "--accuracy", 0.15, "--methods", "micro,ddp"]
@@ -82,25 +80,6 @@ def test_what_a_host_runs(tmp_path: Path) -> None:
     )
     assert "density" not in plain.values()
     assert Cell(TrainSetting(("ddp",), (0,), {}, 0.9, stop=True), "ddp", 0).values()["stop_at"] == 0.9
-
-
-class Pretended:
-    """A network that is not there."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def __enter__(self) -> Pretended:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def host_traffic(self) -> list[Traffic]:
-        return [Traffic(10, 20)] * self.layout.hosts
-
-    def uplink_place(self) -> str | None:
-        return None
 
 
 def pretended_job(network: Pretended, script: Sequence[str], *, seconds: float) -> list[Ended]:  # noqa: ARG001

@@ -221,10 +221,11 @@ class _Entries:
         return float(scores.topk(len(self.indices)).values[-1])
 
     def take_in(self) -> None:
-        for start, piece in enumerate(pieces(self.gradient)):
+        start = 0
+        for piece in pieces(self.gradient):
             is_finite(piece)
-            place = start * len(pieces(self.gradient)[0])
-            self.residual[place : place + len(piece)].add_(piece)
+            self.residual[start : start + len(piece)].add_(piece)
+            start += len(piece)
 
     def take_in_tensors(self) -> None:
         """Small tensors one by one: what they cost beside their entries."""

@@ -27,6 +27,7 @@ from gradsieve.cli.options import split
 from gradsieve.counters import check_interface, passed_bytes
 from gradsieve.training.place import find_place
 from gradsieve.training.runner import check_device, refuse_launcher
+from gradsieve.types import WAYS
 
 bench = typer.Typer(
     name="bench",
@@ -40,6 +41,16 @@ Device = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one."),
 ]
+Parameters = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
+]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
+]
+Wire = Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")]
+Scope = Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")]
 Json = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
@@ -48,22 +59,16 @@ Json = Annotated[
 
 @bench.command()
 def step(
-    parameters: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
-    ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
-    ] = None,
+    parameters: Parameters = None,
+    model: Model = None,
     density: Density = 0.01,
     steps: Annotated[int, typer.Option("--steps", help="Steps that count.")] = 20,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before those.")] = 5,
     methods: Annotated[
         str, typer.Option("--methods", help="What to measure, separated by commas.", metavar="METHOD,...")
     ] = DEFAULT,
-    wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
-    scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
+    wire: Wire = WAYS["wire"][0],
+    scope: Scope = WAYS["scope"][0],
     workers: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option("--workers", help="Processes to start. Default: one per GPU; 2 on the CPU."),

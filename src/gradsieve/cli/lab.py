@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from gradsieve.bench.figures import STANDARD_OUTPUT, as_text, check_file, result, write
-from gradsieve.bench.step import DEFAULT_MODEL, StepRow, StepSetting
+from gradsieve.bench.step import StepRow, StepSetting
 from gradsieve.checks import UsageError, check_number
-from gradsieve.cli.bench import make_console, news, step_table
+from gradsieve.cli.bench import Density, Json, Model, Parameters, Scope, Wire, make_console, news, step_table
 from gradsieve.cli.display import FAILED
 from gradsieve.cli.lab_training import METHODS as TRAIN_METHODS
 from gradsieve.cli.lab_training import OPTIONS, Lesson, check, folder_for, train_in_lab
@@ -76,27 +76,18 @@ def lab(
             "--methods", help=f"What to measure, as for bench step. Default: {METHODS}.", metavar="METHOD,..."
         ),
     ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
-    ] = None,
-    parameters: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
-    ] = None,
-    density: Annotated[float, typer.Option("--density", help="Share of the gradient to send in a step.")] = 0.01,
+    model: Model = None,
+    parameters: Parameters = None,
+    density: Density = 0.01,
     steps: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option("--steps", help=f"Steps that count. Default: {STEPS}; with --train all that the epochs have."),
     ] = None,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before those.")] = 3,
-    wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
-    scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
+    wire: Wire = WAYS["wire"][0],
+    scope: Scope = WAYS["scope"][0],
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one job may take.")] = SECONDS,
-    json: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
-    ] = None,
+    json: Json = None,
     train: Annotated[
         bool, typer.Option("--train", help="Train a task with each method, in place of exchanging given gradients.")
     ] = False,

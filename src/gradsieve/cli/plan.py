@@ -22,7 +22,7 @@ from gradsieve.bench.given import Shape, shapes_of_model, shapes_of_size
 from gradsieve.bench.links import direct_bytes
 from gradsieve.bench.step import DEFAULT_MODEL
 from gradsieve.checks import UsageError, check_number, check_whole
-from gradsieve.cli.bench import add_row, make_console, make_table
+from gradsieve.cli.bench import Json, Model, Parameters, Scope, Wire, add_row, make_console, make_table
 from gradsieve.cli.display import FAILED
 from gradsieve.cli.options import split
 from gradsieve.cost import advice
@@ -34,6 +34,7 @@ from gradsieve.lab.layout import parse_rate
 from gradsieve.training.folder import make_writable
 from gradsieve.training.place import Place, find_place
 from gradsieve.training.runner import check_device
+from gradsieve.types import WAYS
 
 METHODS = "topk,cltk,micro,exdyna,union,iwp,fp16,bf16,powersgd(rank=1),powersgd(rank=4)"
 LATENCY = 50.0
@@ -53,14 +54,8 @@ class Ground(NamedTuple):
 
 
 def plan(
-    parameters: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--parameters", help="Parameters of the model, in matrices with biases."),
-    ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
-    ] = None,
+    parameters: Parameters = None,
+    model: Model = None,
     workers: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option("--workers", help="Number of workers; with --measure, those that were started."),
@@ -83,8 +78,8 @@ def plan(
     methods: Annotated[
         str, typer.Option("--methods", help="What to foretell, as for bench step.", metavar="METHOD,...")
     ] = METHODS,
-    wire: Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")] = "float32",
-    scope: Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")] = "model",
+    wire: Wire = WAYS["wire"][0],
+    scope: Scope = WAYS["scope"][0],
     device: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--device", help="cpu or cuda: whose local work to go by. Default: cuda where there is one."),
@@ -100,10 +95,7 @@ def plan(
         Optional[Path],  # noqa: UP045
         typer.Option("--figure", help="Draw step time by workers and by bandwidth (.svg or .png).", metavar="FILE"),
     ] = None,
-    json: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--json", help="File to write the figures to; - prints them, and nothing else.", metavar="FILE"),
-    ] = None,
+    json: Json = None,
 ) -> int:
     """Foretell the time of a step by method, from 2 to 4096 workers, and say what to take, or to stay dense.
 
