@@ -271,7 +271,7 @@ def saved(variant: str) -> list[dict[str, Any]]:
     for rank, worker in enumerate(simulated(variant).workers):
         vectors = {name: by_name(vector) for name, vector in worker.residual.named()}
         parts = [{"names": list(SHAPES), "learned": worker.state_dict()}]
-        learned = {"step": worker.step, "seed": worker.seed, "parts": parts}
+        learned = {"step": worker.step, "seed": worker.seed, "rate": None, "parts": parts}
         owed = Vectors(learned, vectors["residual"], vectors.get("velocity", {}))
         found.append(states.saved(origin(variant, rank), owed))
     return found

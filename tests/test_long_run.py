@@ -111,7 +111,7 @@ class Training:
             residuals = torch.split(self.simulation.residual[rank], [math.prod(shape) for shape in SHAPES.values()])
             named = {name: part.reshape(SHAPES[name]) for name, part in zip(SHAPES, residuals, strict=True)}
             parts = [{"names": list(SHAPES), "learned": worker.state_dict()}]
-            learned = {"step": worker.step, "seed": worker.seed, "parts": parts}
+            learned = {"step": worker.step, "seed": worker.seed, "rate": None, "parts": parts}
             here = Origin(rank, self.world, self.method, "model", SHAPES, tuple(SHAPES))
             found.append(states.saved(here, Vectors(learned, named, {})))
         return found

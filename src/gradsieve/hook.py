@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve import states
 from gradsieve.agreement import AgreementError, check_alike, check_same_model, digest, disagreement, tell_failure
+from gradsieve.ahead import Lookahead, reach_of, watch
 from gradsieve.checks import check_choice, check_whole
 from gradsieve.collectives import Collectives, GroupCollectives, OverlappedCollectives, run
 from gradsieve.ddp import Bound, Watch, check_wrapping, note_use, trainable
@@ -56,6 +57,7 @@ def sparsify(
     on_nonfinite: OnNonfinite | None = None,
     scaler: torch.amp.GradScaler | None = None,
     check_agreement: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> "Sieve":
     """Average the gradients of a DDP model by `method` from now on.
 
@@ -72,14 +74,17 @@ def sparsify(
     alike, and the residual is free of the scale. `check_agreement=N` compares the averaged gradients of all ranks every
     N steps.
 
-        sieve = gradsieve.sparsify(ddp_model, gradsieve.micro(density=0.01))
+    With `optimizer`, the torch.optim.SGD that steps the model, methods that look `ahead` do: `union` of itself, others
+    where they are asked to. It brings accuracy, and costs memory for a second copy of the parameters.
+
+        sieve = gradsieve.sparsify(ddp_model, gradsieve.union(density=0.01), optimizer=optimizer)
     """
     _check_is_ddp(ddp_model)
     collectives = GroupCollectives(ddp_model.process_group, ddp_model.device)
     try:
         policy = _policy(on_nonfinite, scaler)
         options = Options(scope, residual_dtype, wire_dtype(wire), seed, policy, scaler, check_agreement)
-        sieve = _made(ddp_model, method, exclude, options)
+        sieve = _made(ddp_model, method, exclude, options, optimizer)
     except Exception as error:
         # or the others would wait for this rank
         run(tell_failure(error, collectives))
@@ -88,6 +93,10 @@ def sparsify(
     run(check_same_model(sieve._layout.words(), collectives))
     ddp_model.register_comm_hook(sieve, _hook)
     sieve._watch.start()
+    if sieve._lookahead is not None:
+        assert optimizer is not None
+        watch(sieve._lookahead, ddp_model.module, optimizer)
+        ddp_model.register_forward_pre_hook(sieve._before_forward)
     return sieve
 
 
@@ -109,7 +118,13 @@ class Options:
         return words | {"scaler": "given" if self.scaler is not None else "not given"}
 
 
-def _made(ddp_model: DistributedDataParallel, method: Method, exclude: Exclude, options: Options) -> "Sieve":
+def _made(
+    ddp_model: DistributedDataParallel,
+    method: Method,
+    exclude: Exclude,
+    options: Options,
+    optimizer: torch.optim.Optimizer | None,
+) -> "Sieve":
     check_wrapping(ddp_model)
     _check_arguments(ddp_model, method, options)
     named = trainable(ddp_model)
@@ -120,7 +135,9 @@ def _made(ddp_model: DistributedDataParallel, method: Method, exclude: Exclude, 
             f"all {len(named)} trainable parameters are excluded or empty, so nothing is left to sparsify: "
             "give a narrower exclude=, or exclude=() to exclude none"
         )
-    return Sieve(ddp_model, method, layout, options)
+    reach = reach_of(method.feedback, optimizer)
+    lookahead = Lookahead(reach, optimizer, layout.sparse) if reach and optimizer is not None else None
+    return Sieve(ddp_model, method, layout, options, lookahead)
 
 
 def _hook(sieve: "Sieve", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -136,10 +153,12 @@ class Sieve(Bound):
         method: Method,
         layout: Layout,
         options: Options,
+        lookahead: Lookahead | None,
     ) -> None:
         self.method = method
         self.scope = options.scope
         self._options = options
+        self._lookahead = lookahead
         self._averaged: list[Tensor] = []
         """The buckets of a step whose means are to be compared."""
         self._group = ddp_model.process_group
@@ -231,7 +250,8 @@ class Sieve(Bound):
 
     def _told(self) -> dict[str, Any]:
         """What all ranks must have been given alike."""
-        return {"gradsieve version": __version__, "method": repr(self.method)} | self._options.told()
+        reach = 0.0 if self._lookahead is None else self._lookahead.reach
+        return {"gradsieve version": __version__, "method": repr(self.method), "ahead": reach} | self._options.told()
 
     def _part(self, layout: Layout, seed: int) -> Part:
         kind = OverlappedCollectives if self.scope == "bucket" else GroupCollectives
@@ -248,6 +268,14 @@ class Sieve(Bound):
             on_nonfinite=self._options.on_nonfinite,
         )
         return Part(layout, worker, self._used)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:  # noqa: ARG002 - the signature of a hook
+        assert self._lookahead is not None
+        if not module.training or not torch.is_grad_enabled() or self._paused:
+            self._lookahead.back()
+        elif not self._lookahead.is_ahead:
+            self._parts.follow(self._lookahead.rate)
+            self._lookahead.look(self._parts.residual_views())
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
@@ -270,6 +298,8 @@ class Sieve(Bound):
         self._running, self._ended = [], []
         self._skipped, self._averaged = False, []
         if not self._dense_step:
+            if self._lookahead is not None:
+                self._parts.follow(self._lookahead.rate)
             scaler = self._options.scaler
             self._parts.begin(1.0 if scaler is None else scaler.get_scale())
 
@@ -292,6 +322,8 @@ class Sieve(Bound):
                 self._ended.append(stop.value)
 
     def _end(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.back()
         if not self._dense_step:
             while self._running:
                 self._advance()

@@ -138,9 +138,18 @@ def dense() -> Method:
 
 
 @_constructor
-def topk(*, density: float = DEFAULT_DENSITY) -> Method:
+def topk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0) -> Method:
     """Every rank sends its largest entries; the support is the union, up to `world` times the target."""
-    return Method(budget=Budget(density), region=Whole(), criterion=Largest(), exchange=Union())
+    return Method(
+        budget=Budget(density), region=Whole(), criterion=Largest(), exchange=Union(), feedback=_looking(ahead)
+    )
+
+
+def _looking(ahead: float | None, momentum: float = 0.0) -> Feedback:
+    """Error feedback whose ranks look ahead by this much of what they have not sent."""
+    if ahead is not None:
+        check_number("ahead", ahead, at_least=0)
+    return Feedback(momentum, ahead=ahead)
 
 
 @_constructor
@@ -150,7 +159,7 @@ def randomk(*, density: float = DEFAULT_DENSITY) -> Method:
 
 
 @_constructor
-def cltk(*, density: float = DEFAULT_DENSITY) -> Method:
+def cltk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0) -> Method:
     """CLT-k of ScaleCom (NeurIPS 2020): a leader, in turn, sends its largest entries, the others follow.
 
     Differences from the paper: no low-pass filter on the residual.
@@ -161,6 +170,7 @@ def cltk(*, density: float = DEFAULT_DENSITY) -> Method:
         criterion=Largest(),
         proposers=RotatingLeader(),
         exchange=Union(),
+        feedback=_looking(ahead),
     )
 
 
@@ -226,7 +236,13 @@ def dgc(
 
 
 @_constructor
-def micro(*, density: float = DEFAULT_DENSITY, control: Control = "adaptive", ceiling: float | None = None) -> Method:
+def micro(
+    *,
+    density: float = DEFAULT_DENSITY,
+    control: Control = "adaptive",
+    ceiling: float | None = None,
+    ahead: float = 0.0,
+) -> Method:
     """MiCRO (HiPC 2023): exclusive slices in rotation, one threshold for all.
 
     Differences from the paper: with `control="adaptive"` the ranks agree on the threshold within the step, so that
@@ -237,6 +253,7 @@ def micro(*, density: float = DEFAULT_DENSITY, control: Control = "adaptive", ce
         region=RotatingSlices(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
+        feedback=_looking(ahead),
     )
 
 
@@ -247,6 +264,7 @@ def exdyna(
     control: Control = "adaptive",
     blocks: Control | None = None,
     ceiling: float | None = None,
+    ahead: float = 0.0,
 ) -> Method:
     """ExDyna (CCGrid 2024): MiCRO with partitions that rebalance. `blocks` follows `control` unless given.
 
@@ -260,6 +278,7 @@ def exdyna(
         region=BalancedBlocks() if blocks == "adaptive" else SteppingBlocks(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
+        feedback=_looking(ahead),
     )
 
 
@@ -290,6 +309,7 @@ def iwp(
     momentum: float = 0.0,
     stochastic: bool = False,
     ceiling: float | None = None,
+    ahead: float = 0.0,
 ) -> Method:
     """Importance-weighted pruning (arXiv 1901.01544): entries large beside their parameters, picked by random ranks.
 
@@ -310,20 +330,23 @@ def iwp(
         criterion=Searched(Importance(eps, stochastic), _ceiling(ceiling), overlapping=True, per_layer=per_layer),
         proposers=RandomRanks(num_broadcasters),
         exchange=SteeredUnion(_ceiling(ceiling)),
-        feedback=Feedback(momentum),
+        feedback=_looking(ahead, momentum),
     )
 
 
 @_constructor
-def union(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None) -> Method:
+def union(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None, ahead: float | None = None) -> Method:
     """Our own: every rank proposes over the whole vector, by a threshold that gives the union the target's size.
 
     No build-up, by control in place of exclusive partitions: no entry waits for its owner's turn, and no single
-    rank's noise decides alone.
+    rank's noise decides alone. Where the learning rate is known, which `sparsify(..., optimizer=optimizer)` sees to,
+    ranks compute gradients where the parameters would be if what they have not sent had been applied (`ahead`: how much
+    of it; 0 is none).
     """
     return Method(
         budget=Budget(density),
         region=Whole(),
         criterion=Searched(ceiling=_ceiling(ceiling), overlapping=True),
         exchange=SteeredUnion(_ceiling(ceiling)),
+        feedback=_looking(ahead),
     )

@@ -173,6 +173,8 @@ class Parts:
     def __init__(self, layout: Layout, build: Callable[[Layout, int], Part], seed: int) -> None:
         self.step = 0
         """Steps done."""
+        self.rate: float | None = None
+        """The learning rate that the residual was last fitted to; None: to none."""
         self._scale = 1.0
         self._layout = layout
         self._build = build
@@ -190,6 +192,20 @@ class Parts:
         for part in self._parts.values():
             part.begin(self.step, scale)
 
+    def follow(self, rate: float) -> None:
+        """Fit the residual to a learning rate: see [Note: residuals follow the learning rate] in `ahead`."""
+        if rate <= 0:
+            return  # nothing is applied at it, and nothing can be fitted to it
+        if self.rate is not None and self.rate != rate:
+            factor = self.rate / rate
+            for part in self._parts.values():
+                part.worker.residual.rescale(factor)
+            self._waiting = {
+                kind: {name: vector * factor for name, vector in waiting.items()}
+                for kind, waiting in self._waiting.items()
+            }
+        self.rate = rate
+
     def of(self, names: Names) -> Part:
         """The part of these parameters; a new one, in a step that has begun, if there is none yet."""
         if names not in self._parts:
@@ -201,6 +217,10 @@ class Parts:
 
     def residuals(self) -> dict[str, Tensor]:
         return self._by_name("residual")
+
+    def residual_views(self) -> dict[str, Tensor]:
+        """What is not sent yet, by name, to be read at once and not to be written into."""
+        return self._views("residual")
 
     def residual_norm(self) -> float:
         waiting = self._waiting.get("residual", {}).values()
@@ -217,6 +237,7 @@ class Parts:
         return {
             "step": self.step,
             "seed": self._seed,
+            "rate": self.rate,
             "parts": [{"names": list(names), "learned": state} for names, state in learned.items()],
         }
 
@@ -224,7 +245,7 @@ class Parts:
         self, learned: Mapping[str, Any], residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor]
     ) -> None:
         """Go on from what `learned`, `residuals` and `velocities` returned."""
-        self.step, self._seed = learned["step"], learned["seed"]
+        self.step, self._seed, self.rate = learned["step"], learned["seed"], learned["rate"]
         # it may wait until after the caller has used the state for something else
         self._learned = {tuple(part["names"]): deepcopy(part["learned"]) for part in learned["parts"]}
         self._waiting = {"residual": dict(residuals), "velocity": dict(velocities)}
@@ -247,9 +268,14 @@ class Parts:
 
     def _by_name(self, kind: str) -> dict[str, Tensor]:
         """A copy, in the order of the model."""
+        found = self._views(kind)
+        return {slot.name: found[slot.name].clone() for slot in self._layout.sparse if slot.name in found}
+
+    def _views(self, kind: str) -> dict[str, Tensor]:
+        """The same in the memory that is worked with."""
         found = dict(self._waiting.get(kind, {}))
         for part in self._parts.values():
             for its_kind, vector in part.worker.residual.named():
                 if its_kind == kind:
                     found |= part.layout.cut(vector)
-        return {slot.name: found[slot.name].clone() for slot in self._layout.sparse if slot.name in found}
+        return found

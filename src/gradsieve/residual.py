@@ -21,6 +21,8 @@ class Feedback:
     """Momentum correction: the residual takes in a velocity, and both are cleared where entries were sent (DGC)."""
     clip: float | None = None
     """Largest norm of the ranks' gradient; each rank clips its own to `clip / sqrt(world)`."""
+    ahead: float | None = 0.0
+    """How much of its residual a rank looks ahead by; None: all of it, where the rate is known. See `ahead`."""
 
     def clip_factor(self, gradients: Sequence[Tensor], world: int, factor: float = 1.0) -> Tensor | None:
         """What to scale this rank's gradient with, if at all; the gradient is that which is given, times `factor`."""
@@ -78,6 +80,11 @@ class Residual:
                 vector[..., sent] = 0
         if rest is not None:
             self.acc[..., sent] = rest.to(self.acc.dtype)
+
+    def rescale(self, factor: float) -> None:
+        """See [Note: residuals follow the learning rate] in `ahead`."""
+        for _, vector in self.named():
+            vector.mul_(factor)
 
     def norm(self) -> float:
         return float(self.acc.float().norm())

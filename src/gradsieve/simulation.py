@@ -105,6 +105,14 @@ class Simulation:
         norms: Tensor = self._settled().acc.float().norm(dim=1)
         return norms
 
+    def residual_rows(self) -> Tensor:
+        """`[world, numel]`: every worker's residual, the same memory in every step, to be read only."""
+        return self._settled().acc
+
+    def rescale(self, factor: float) -> None:
+        """Multiply every worker's residual: see [Note: residuals follow the learning rate] in `ahead`."""
+        self._settled().rescale(factor)
+
     def _settled(self) -> Residual:
         """The residual, with nothing in it that was sent."""
         if self._fused is not None:

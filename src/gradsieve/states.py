@@ -33,7 +33,9 @@ from gradsieve.pipeline import Learned
 from gradsieve.types import Setup
 from gradsieve.version import __version__
 
-VERSION = 3
+VERSION = 4
+_HIGHEST_RATE = 1e15
+"""Learning rates beyond are damage."""
 RANK, CONSOLIDATED = "rank", "consolidated"
 KINDS = ("residuals", "velocities")
 
@@ -429,9 +431,10 @@ def _check_dtype(what: str, theirs: torch.dtype, ours: torch.dtype | None) -> No
 
 def _checked_learned(learned: Any, origin: Origin, world: int) -> dict[str, Any]:
     """The same with the types that workers have."""
-    _check_fields("learned", learned, {"step", "seed", "parts"})
+    _check_fields("learned", learned, {"step", "seed", "rate", "parts"})
     _check_count("this state's step", learned["step"], at_least=0)
     _check_count("this state's seed", learned["seed"], at_least=0)
+    rate = _checked_rate(learned["rate"])
     if not isinstance(learned["parts"], (list, tuple)):
         raise ValueError(f"this state's parts must be a list, not {_short(learned['parts'])}")
     parts = [_checked_part(part, origin, world) for part in learned["parts"]]
@@ -443,7 +446,13 @@ def _checked_learned(learned: Any, origin: Origin, world: int) -> dict[str, Any]
                 f"this state's parts are at step {part['learned']['step']} with seed {part['learned']['seed']}, but "
                 f"the model is at step {learned['step']} with seed {learned['seed']}: the state is damaged"
             )
-    return {"step": learned["step"], "seed": learned["seed"], "parts": parts}
+    return {"step": learned["step"], "seed": learned["seed"], "rate": rate, "parts": parts}
+
+
+def _checked_rate(rate: Any) -> float | None:
+    if rate is None or (isinstance(rate, float) and 0 < rate < _HIGHEST_RATE):
+        return rate
+    raise ValueError(f"this state's rate must be a learning rate, a positive number, or none, not {_short(rate)}")
 
 
 def _checked_part(part: Any, origin: Origin, world: int) -> dict[str, Any]:

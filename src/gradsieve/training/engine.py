@@ -55,6 +55,7 @@ class Engine(ABC):
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.layout = Layout(named, excluded_names(named, fewer_than_two_dimensions))
+        self.optimizer = _optimizer(plan, self.model, device)
         self._watch = Stopwatch(device)
 
     @abstractmethod
@@ -96,6 +97,22 @@ class Engine(ABC):
         self._watch.switch(phase)
         yield
         self._watch.switch(None)
+
+
+def _optimizer(plan: Plan, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    config, parameters = plan.config, model.parameters()
+    assert config.weight_decay is not None
+    assert config.momentum is not None
+    assert config.lr is not None
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        fused=device.type == "cuda",
+    )
 
 
 def slowest(seconds: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -28,7 +28,7 @@ class Training:
         self._recorder = recorder
         """None where another process writes."""
         self._stopping = stopping
-        self._optimizer = _optimizer(plan, engine)
+        self._optimizer = engine.optimizer
         self._steps_done = 0
         self._elapsed = 0.0
 
@@ -60,20 +60,20 @@ class Training:
     def _step(self) -> bool:
         began = perf_counter()
         lr = self.plan.learning_rate(self._steps_done)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
         self._engine.gradients(self._steps_done)
         with self._engine.timed("rest"):
-            self._apply(lr)
+            self._apply()
         outcome = self._engine.outcome(stop=self._stopping())
         self._steps_done += 1
         self._elapsed += sum(outcome.seconds.values())
         self._write(self._step_record(outcome, lr) | {"time/wall": perf_counter() - began})
         return outcome.stop
 
-    def _apply(self, lr: float) -> None:
+    def _apply(self) -> None:
         if self.plan.config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self._engine.model.parameters(), self.plan.config.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         self._optimizer.step()
         self._engine.clear_gradients()
 
@@ -129,14 +129,3 @@ def _counted(outcome: Outcome) -> dict[str, float]:
     """Bytes by the kernel's counters, where somebody asked for them."""
     counted = {"comm/sent_bytes": outcome.sent_bytes, "comm/uplink_bytes": outcome.uplink_bytes}
     return {name: value for name, value in counted.items() if value is not None}
-
-
-def _optimizer(plan: Plan, engine: Engine) -> torch.optim.Optimizer:
-    config, parameters = plan.config, engine.model.parameters()
-    assert config.weight_decay is not None
-    assert config.momentum is not None
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        parameters, momentum=config.momentum, weight_decay=config.weight_decay, fused=engine.device.type == "cuda"
-    )

@@ -3,6 +3,10 @@
 [Note: as DDP does it]
 Every worker starts a step from the buffers of rank 0 (running statistics of batch normalisation), and only what rank 0
 makes of them stays: that is what DDP's broadcast of buffers comes to.
+
+[Note: twins]
+Passes run on the model itself, or on a twin of it that is brought up before they do: one in bfloat16, or one for each
+stream where every worker looks ahead from a place of its own.
 """
 
 from __future__ import annotations
@@ -33,13 +37,23 @@ _UNTIMED = Stopwatch(torch.device("cpu"))
 
 
 class Passes:
-    """The passes of all workers, one after the other."""
+    """The passes of all workers, one after the other.
 
-    def __init__(self, plan: Plan, model: nn.Module, layout: Layout, device: torch.device) -> None:
+    With `residual`, `[world, numel]`, each looks ahead by its own row: see [Note: looking ahead] in `ahead`.
+    """
+
+    _num_streams = 1
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, layout: Layout, device: torch.device, residual: Tensor | None = None
+    ) -> None:
         self._plan = plan
         self._device = device
         self._model = model
-        self._twin = _twin(model) if plan.config.precision == "bfloat16" else model
+        self._layout = layout
+        self._residual = residual
+        self._reach = torch.zeros((), device=device)
+        self._twins = self._made_twins()
         self._watches: list[Stopwatch] = []
         self.losses = torch.zeros(plan.world, device=device)
         self.gradients = torch.zeros(plan.world, layout.numel, device=device, dtype=self._gradient_dtype(layout))
@@ -50,12 +64,21 @@ class Passes:
 
     def _gradient_dtype(self, layout: Layout) -> torch.dtype:
         """The one that the gradients come in."""
-        twins = zip(trainable(self._model), trainable(self._twin), strict=True)
+        twins = zip(trainable(self._model), trainable(self._twins[0]), strict=True)
         dtypes = {twin.dtype for parameter, twin in twins if layout.slot(parameter).sparse}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    def run(self, step: int, batch: Examples) -> None:
-        """Fill the rows and the losses for a step. `batch` holds all workers' examples, in turn."""
+    def _made_twins(self) -> list[nn.Module]:
+        if self._residual is not None:
+            return [_twin(self._model, self._plan) for _ in range(min(self._num_streams, self._plan.world))]
+        return [_twin(self._model, self._plan) if self._plan.config.precision == "bfloat16" else self._model]
+
+    def run(self, step: int, batch: Examples, reach: float = 0.0) -> None:
+        """Fill the rows and the losses for a step. `batch` holds all workers' examples, in turn.
+
+        Looking ahead goes as far as `reach` times the residual.
+        """
+        self._reach.fill_(reach)
         self._refresh()
         self._watches = [Stopwatch(self._device) for _ in self._rows]
         for rank, part in enumerate(self._shared_out(batch)):
@@ -81,25 +104,40 @@ class Passes:
 
     def _refresh(self) -> None:
         """Bring the model's parameters and rank 0's buffers to where the passes look for them."""
-        if self._twin is not self._model:
-            _copy(list(self._twin.parameters()), list(self._model.parameters()))
+        if self._residual is not None:
+            self._flat = self._layout.flat_parameters()
+        elif self._twins[0] is not self._model:
+            _copy(list(self._twins[0].parameters()), list(self._model.parameters()))
         own = list(self._buffers[0].values())
         for others in self._buffers[1:]:
             _copy(list(others.values()), own)
 
+    def _look_ahead(self, rank: int, twin: nn.Module) -> None:
+        """Bring a twin to where the parameters would be, had this worker's residual been applied."""
+        assert self._residual is not None
+        ahead = torch.addcmul(self._flat, self._residual[rank], self._reach, value=-1)
+        slots = map(self._layout.slot, trainable(self._model))
+        sources = [
+            shaped(ahead[slot.start : slot.stop], slot.parameter) if slot.sparse else slot.parameter for slot in slots
+        ]
+        _copy(trainable(twin), sources)
+
     def _pass(self, rank: int, batch: Examples, watch: Stopwatch) -> None:
-        with _wearing(self._twin, self._buffers[rank]):
+        twin = self._twins[rank % len(self._twins)]
+        with _wearing(twin, self._buffers[rank]):
             watch.switch("forward")
+            if self._residual is not None:
+                self._look_ahead(rank, twin)
             with self._autocast():
-                loss = self._plan.task.loss(self._twin(batch.inputs), batch.targets)
+                loss = self._plan.task.loss(twin(batch.inputs), batch.targets)
             watch.switch("backward")
-            gradients = torch.autograd.grad(loss, trainable(self._twin), allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(loss, trainable(twin), allow_unused=True, materialize_grads=True)
             _copy(self._rows[rank], gradients)
             self.losses[rank] = loss.detach()
             watch.switch(None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._twin is self._model:
+        if self._plan.config.precision == "float32":
             return nullcontext()
         # nothing to cache: the twin's matrices are bfloat16 already
         return torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
@@ -108,10 +146,12 @@ class Passes:
 class GraphedPasses(Passes):
     """The same on CUDA: captured once as a graph that forks over several streams, then replayed."""
 
+    _num_streams = NUM_STREAMS
     _graph: torch.cuda.CUDAGraph | None = None
     _batch: Examples
 
-    def run(self, step: int, batch: Examples) -> None:
+    def run(self, step: int, batch: Examples, reach: float = 0.0) -> None:
+        self._reach.fill_(reach)
         if self._graph is None:
             self._batch = Examples(batch.inputs.clone(), batch.targets.clone())
             self._capture()
@@ -147,7 +187,7 @@ class GraphedPasses(Passes):
 
     def _fork(self) -> None:
         main = torch.cuda.current_stream(self._device)
-        streams = [_stream(self._device) for _ in range(min(NUM_STREAMS, self._plan.world))]
+        streams = [_stream(self._device) for _ in range(min(self._num_streams, self._plan.world))]
         for stream in streams:
             stream.wait_stream(main)
         for rank, part in enumerate(self._shared_out(self._batch)):
@@ -161,10 +201,10 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy whose matrices are bfloat16, so that they are cast once a step and not once a worker."""
+def _twin(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy. For passes in bfloat16 its matrices are: so they are cast once a step and not once a worker."""
     twin = copy.deepcopy(model)
-    for module in twin.modules():
+    for module in twin.modules() if plan.config.precision == "bfloat16" else ():
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)):
             module.weight.data = module.weight.data.bfloat16()
     return twin

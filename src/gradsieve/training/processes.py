@@ -47,9 +47,11 @@ class _Meter:
 class Sieved:
     """Averages by a method of this library."""
 
-    def __init__(self, ddp: DistributedDataParallel, plan: Plan) -> None:
+    def __init__(self, ddp: DistributedDataParallel, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         config = plan.config
-        self.sieve = sparsify(ddp, plan.method, scope=config.scope, wire=config.wire, seed=config.seed)
+        self.sieve = sparsify(
+            ddp, plan.method, scope=config.scope, wire=config.wire, seed=config.seed, optimizer=optimizer
+        )
         self.state_dict = self.sieve.state_dict
         self.load_state_dict = self.sieve.load_state_dict
         self.residual_norm = self.sieve.residual_norm
@@ -118,7 +120,11 @@ class Processes(Engine):
             gradient_as_bucket_view=True,
             bucket_cap_mb=baseline.bucket_megabytes(self._num_parameters(), dist.get_backend()) if baseline else None,
         )
-        self._average = Sieved(self._ddp, plan) if baseline is None else ByBaseline(self._ddp, baseline, self.layout)
+        self._average = (
+            Sieved(self._ddp, plan, self.optimizer)
+            if baseline is None
+            else ByBaseline(self._ddp, baseline, self.layout)
+        )
         self._steps = 0
         self._meters: tuple[_Meter, _Meter] | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradsieve.ahead import reach_of
 from gradsieve.clock import Stopwatch
 from gradsieve.layout import shaped
 from gradsieve.pipeline import PendingStats
@@ -34,8 +35,10 @@ class Virtual(Engine):
             device=device,
             wire=plan.config.wire,
         )
+        self._reach = reach_of(plan.method.feedback, self.optimizer)
         kind = GraphedPasses if device.type == "cuda" else Passes
-        self._passes = kind(plan, self.model, self.layout, device)
+        residual = self._simulation.residual_rows() if self._reach else None
+        self._passes = kind(plan, self.model, self.layout, device, residual)
         self._mean = torch.zeros(self.layout.numel, device=device)
         self._dense_mean = torch.zeros(self.layout.dense_numel, device=device)
         self._point_gradients_at_means()
@@ -51,7 +54,8 @@ class Virtual(Engine):
         self._watch = Stopwatch(self.device)
         with self.timed("rest"):
             batch = self._batch(step)
-        self._passes.run(step, batch)
+            rate = self._followed_rate(step)
+        self._passes.run(step, batch, self._reach * rate)
         if self.device.type == "cuda":
             # while the device is busy with the passes
             self._ahead = step + 1, self._batch(step + 1)
@@ -61,6 +65,15 @@ class Virtual(Engine):
         )
         with self.timed("rest"):
             self._dense_mean.copy_(dense)
+
+    def _followed_rate(self, step: int) -> float:
+        """The learning rate of a step, with the residuals fitted to it if workers look ahead."""
+        rate, before = self.plan.learning_rate(step), self.plan.learning_rate(max(0, step - 1))
+        if self._reach:
+            if rate != before and rate > 0 and before > 0:
+                self._simulation.rescale(before / rate)
+            self._simulation.residual_rows()  # nothing in it that was sent
+        return rate
 
     def _batch(self, step: int) -> Examples:
         """The examples of all workers, in turn."""
