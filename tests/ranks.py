@@ -57,6 +57,10 @@ class Recording(LocalCollectives):
         self.messages.append(Message("all_to_all", tensor.clone()))
         return await super()._all_to_all(tensor)
 
+    async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        self.messages.append(Message("all_to_all_pieces", torch.cat(list(pieces))))
+        return await super()._all_to_all_pieces(pieces, lengths)
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self.messages.append(Message("broadcast", tensor.clone(), source))
         return await super()._broadcast(tensor, source)
@@ -233,17 +237,23 @@ def same(left: Tensor | slice, right: Tensor | slice) -> bool:
 
 def same_support(left: Reduced, right: Reduced) -> bool:
     """The same support, means and counts, bit for bit: what ranks agree on even if each has a threshold of its own."""
-    vectors = zip(_vectors(left), _vectors(right), strict=True)
+    vectors = zip(_shared(left), _shared(right), strict=True)
     return (left.counts, left.distinct) == (right.counts, right.distinct) and all(same(a, b) for a, b in vectors)
 
 
 def same_outcome(left: Reduced, right: Reduced) -> bool:
     """The same in every field, bit for bit."""
-    return left.thresholds == right.thresholds and same_support(left, right)
+    return (
+        (left.thresholds, left.owners) == (right.thresholds, right.owners)
+        and same_support(left, right)
+        and same(left.sent, right.sent)
+        and (left.rest is None) == (right.rest is None)
+        and (left.rest is None or right.rest is None or same(left.rest, right.rest))
+    )
 
 
-def _vectors(reduced: Reduced) -> tuple[Tensor | slice, ...]:
-    return reduced.indices, reduced.mean, reduced.dense, reduced.sent
+def _shared(reduced: Reduced) -> tuple[Tensor | slice, ...]:
+    return reduced.indices, reduced.mean, reduced.dense
 
 
 def drawn(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -146,7 +146,7 @@ class TestAbove:
     def test_who_asks_for_everything_gets_everything_zeros_included(
         self, rule: Fixed | Stepped | ExponentialFit | Sampled, bounded: bool
     ) -> None:
-        criterion = Above(rule, at_most_target=bounded)
+        criterion = Above(rule, at_most=1 if bounded else None)
         picked = pick(criterion, torch.tensor([[0.0, 1e-30, 3.0]]), Moment(1, 3, target=3))
         assert picked.indices == [[0, 1, 2]]
 
@@ -182,7 +182,7 @@ class TestAbove:
     def test_at_most_the_target_keeps_the_largest(self, vector: Tensor, data: st.DataObject) -> None:
         acc = torch.cat([vector, torch.zeros(1)])
         target = data.draw(st.integers(1, len(vector)))
-        (indices,) = pick(Above(Fixed(1.0), at_most_target=True), acc[None], Moment(1, len(acc), target)).indices
+        (indices,) = pick(Above(Fixed(1.0), at_most=1), acc[None], Moment(1, len(acc), target)).indices
         reaching = sorted(acc.abs()[acc.abs() >= 1].tolist(), reverse=True)
         assert indices == sorted(set(indices))
         assert sorted(acc[indices].abs().tolist(), reverse=True) == reaching[:target]
@@ -191,7 +191,7 @@ class TestAbove:
     def test_a_vector_of_zeros_is_not_sent_beyond_the_target(
         self, rule: Fixed | Stepped | ExponentialFit | Sampled
     ) -> None:
-        criterion = Above(rule, at_most_target=isinstance(rule, Sampled))
+        criterion = Above(rule, at_most=1 if isinstance(rule, Sampled) else None)
         picked = pick(criterion, torch.zeros(1, 1000), Moment(1, 1000, target=10))
         assert len(picked.indices[0]) <= 10
 
@@ -337,7 +337,7 @@ class TestSampled:
         ids=["zeros", "ties", "one", "huge", "three values"],
     )
     def test_degenerate_vectors_stay_under_the_target_too(self, vector: Tensor) -> None:
-        criterion = Above(Sampled(), at_most_target=True)
+        criterion = Above(Sampled(), at_most=1)
         for index in range(5):
             assert len(pick(criterion, vector[None], Moment(1, 500, target=7, index=index)).indices[0]) <= 7
 

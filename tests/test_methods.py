@@ -14,7 +14,7 @@ from gradsieve.region import BalancedBlocks, SteppingBlocks
 
 NAMES = [
     *("dense", "topk", "randomk", "cltk", "hard_threshold", "sidco"),
-    *("deft", "dgc", "micro", "exdyna", "iwp", "union"),
+    *("deft", "gtopk", "oktopk", "dgc", "micro", "exdyna", "iwp", "union"),
 ]
 
 
@@ -87,6 +87,8 @@ def test_density_outside_its_range_is_refused(name: str, density: float) -> None
         ("iwp", {"eps": -1}, ValueError, "eps must be at least 0"),
         ("iwp", {"momentum": 1.0}, ValueError, "momentum must be at least 0 and below 1, not 1.0"),
         ("iwp", {"per_layer": "yes"}, TypeError, "per_layer must be True or False, not 'yes'"),
+        ("oktopk", {"ceiling": 0.9}, ValueError, "ceiling must be at least 1"),
+        ("gtopk", {"ceiling": 2.0}, TypeError, "gtopk() has no option 'ceiling'; valid are: density"),
         ("dgc", {"sample": 0}, ValueError, "sample must lie in (0, 1]"),
         ("dgc", {"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, not -1"),
         ("dgc", {"clip": 0}, ValueError, "clip must be above 0"),

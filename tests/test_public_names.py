@@ -10,7 +10,7 @@ PUBLIC = {
     *("AgreementError", "ExchangeError", "NonFiniteError"),
     *("dense", "topk", "randomk", "cltk", "hard_threshold", "sidco"),
     *("reshard", "consolidated", "Sharded"),
-    *("deft", "dgc", "micro", "exdyna", "iwp", "union"),
+    *("deft", "gtopk", "oktopk", "dgc", "micro", "exdyna", "iwp", "union"),
 }
 
 

@@ -7,8 +7,8 @@ once, for one rank, and reads the same in all.
 Bytes are counted here, where they are handed over: the input of an all-gather, all-reduce or all-to-all, and of a
 broadcast at its source only. Beside them stands what passes through a rank's link, each way, by the ring algorithms
 that process groups use, and by the direct ones that take their place for short messages ([Note: direct]). All ranks
-bring the same shape, so an empty message is no message. Results may be shared
-between ranks: read them, do not write into them.
+bring the same shape, so an empty message is no message; but for `all_to_all_pieces`, in which a rank may have nothing
+to bring and takes part all the same. Results may be shared between ranks: read them, do not write into them.
 
 [Note: direct]
 In a ring of N ranks a message takes N - 1 hops, one after the other, and twice as many if it is summed up on its way:
@@ -78,7 +78,7 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return own.new_empty((self.world, *own.shape))
-        with self._handing_over(own, "all-gather", what, times_through_link=self.world - 1):
+        with self._handing_over(own, "all-gather", what, own.nbytes * (self.world - 1)):
             return await self._all_gather(tensor)
 
     async def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Tensor:
@@ -86,7 +86,7 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return own
-        with self._handing_over(own, "all-reduce", what, times_through_link=2 * (self.world - 1) / self.world):
+        with self._handing_over(own, "all-reduce", what, own.nbytes * (2 * (self.world - 1) / self.world)):
             return await self._all_reduce(tensor)
 
     async def all_to_all(self, tensor: Tensor, what: str = "tensors") -> Tensor:
@@ -94,15 +94,29 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return tensor
-        with self._handing_over(own, "all-to-all", what, times_through_link=(self.world - 1) / self.world):
+        with self._handing_over(own, "all-to-all", what, own.nbytes * ((self.world - 1) / self.world)):
             return await self._all_to_all(tensor)
+
+    async def all_to_all_pieces(
+        self, pieces: Sequence[Tensor], lengths: Sequence[int], what: str = "tensors"
+    ) -> list[Tensor]:
+        """The same for flat pieces of any lengths, all of one type: piece r is for rank r, and of rank r come
+        `lengths[r]` entries.
+
+        What leaves a rank and what arrives there need not be alike: the larger one counts as what its link passes.
+        """
+        message = torch.cat(list(pieces))
+        leaving = len(message) - len(pieces[self.rank])
+        arriving = sum(lengths) - lengths[self.rank]
+        link_bytes = message.element_size() * max(leaving, arriving)
+        with self._handing_over(message, "all-to-all", what, link_bytes):
+            return await self._all_to_all_pieces(pieces, lengths)
 
     async def broadcast(self, tensor: Tensor, source: int, what: str = "tensors") -> Tensor:
         """The tensor of rank `source`; the others bring one of the same shape."""
         if tensor.numel() == 0:
             return tensor
-        times = min(1, self.world - 1)
-        with self._handing_over(tensor, "broadcast", what, times_through_link=times, source=source):
+        with self._handing_over(tensor, "broadcast", what, tensor.nbytes * min(1, self.world - 1), source=source):
             return await self._broadcast(tensor, source)
 
     async def gather_pieces(self, own: Tensor, sources: Sequence[int], what: str = "tensors") -> list[Tensor]:
@@ -121,6 +135,15 @@ class Collectives(ABC):
         """
         gathered = await self.all_gather(torch.as_tensor(numbers, dtype=torch.int64, device=self.device), what)
         return await self._on_host(gathered)
+
+    async def swap_numbers(self, rows: Tensor, what: str = "numbers") -> tuple[list[list[int]], list[list[int]]]:
+        """What this rank tells each, as it was given, `[world, any]`, and what each tells this one, on the host.
+
+        Synchronises, once for both: they are the sizes of messages.
+        """
+        heard = await self.all_to_all(rows, what)
+        told, answers = torch.stack([rows, heard]).tolist()
+        return told, answers
 
     async def gather_texts(self, text: str, what: str = "texts") -> list[str]:
         """Everyone's text, by rank. Synchronises."""
@@ -159,11 +182,11 @@ class Collectives(ABC):
 
     @contextmanager
     def _handing_over(
-        self, tensor: Tensor, operation: str, what: str, times_through_link: float, *, source: int | None = None
+        self, tensor: Tensor, operation: str, what: str, link_bytes: float, *, source: int | None = None
     ) -> Iterator[None]:
         num_bytes = tensor.numel() * tensor.element_size()
         self.wire_bytes += num_bytes if source in (None, self.rank) else 0
-        self.link_bytes += num_bytes * times_through_link
+        self.link_bytes += link_bytes
         self.num_messages += 1
         number, began = self.num_messages, perf_counter()
         interrupted = self.watch.switch("exchange")
@@ -193,6 +216,10 @@ class Collectives(ABC):
 
     @abstractmethod
     async def _all_to_all(self, tensor: Tensor) -> Tensor: ...
+
+    async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        # a team's tensors come stacked, which pieces of unlike lengths cannot
+        raise NotImplementedError(f"{type(self).__name__} moves tensors of one shape only")
 
     @abstractmethod
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
@@ -230,6 +257,21 @@ class GroupCollectives(Collectives):
 
     async def _all_to_all(self, tensor: Tensor) -> Tensor:
         return await self._swapped(tensor)
+
+    async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        message = torch.cat(list(pieces))
+        arrived, size = message.new_empty(sum(lengths)), message.element_size()
+        await self._done(
+            dist.all_to_all_single(
+                _as_bytes(arrived),
+                _as_bytes(message),
+                [size * length for length in lengths],
+                [size * len(piece) for piece in pieces],
+                group=self._group,
+                async_op=self._overlaps,
+            )
+        )
+        return list(torch.split(arrived, list(lengths)))
 
     def _goes_directly(self, num_bytes: int) -> bool:
         return self._knows_rings_only and num_bytes <= DIRECT_BYTES
@@ -317,11 +359,14 @@ class _Offer(NamedTuple):
     operation: str
     tensor: Tensor
     source: int = 0
+    pieces: tuple[Tensor, ...] | None = None
+    """The tensor, cut for each rank, where ranks bring unlike lengths."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What all ranks must bring alike."""
-        return self.operation, self.source, self.tensor.dtype, self.tensor.shape
+        shape = self.tensor.shape if self.pieces is None else ()
+        return self.operation, self.source, self.tensor.dtype, shape
 
     def __str__(self) -> str:
         origin = f" from {self.source}" if self.operation == "broadcast" else ""
@@ -332,17 +377,28 @@ class LocalCollectives(Collectives):
     """Between ranks that share a process and are driven by `lockstep`."""
 
     async def _all_gather(self, tensor: Tensor) -> Tensor:
-        return await self._meet(_Offer("all_gather", tensor))
+        gathered: Tensor = await self._meet(_Offer("all_gather", tensor))
+        return gathered
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
-        return await self._meet(_Offer("all_reduce", tensor))
+        total: Tensor = await self._meet(_Offer("all_reduce", tensor))
+        return total
 
     async def _all_to_all(self, tensor: Tensor) -> Tensor:
-        met = await self._meet(_Offer("all_to_all", tensor))
+        met: Tensor = await self._meet(_Offer("all_to_all", tensor))
         return met[:, self.rank]
 
+    async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        met = await self._meet(_Offer("all_to_all_pieces", torch.cat(list(pieces)), pieces=tuple(pieces)))
+        arrived = [brought[self.rank] for brought in met]
+        found = [len(piece) for piece in arrived]
+        if found != list(lengths):
+            raise RuntimeError(f"rank {self.rank} awaits pieces of {list(lengths)} entries, and {found} come")
+        return arrived
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return await self._meet(_Offer("broadcast", tensor, source))
+        told: Tensor = await self._meet(_Offer("broadcast", tensor, source))
+        return told
 
     async def alike(self, compute: Callable[[], T]) -> T:
         phase = self.watch.switch(None)
@@ -354,10 +410,10 @@ class LocalCollectives(Collectives):
         # events in a stream that all ranks share would tell one rank's work for another's
         return Stopwatch(torch.device("cpu"))
 
-    async def _meet(self, offer: _Offer) -> Tensor:
+    async def _meet(self, offer: _Offer) -> Any:
         # the time until everyone has arrived is the work of the other ranks
         self.watch.switch(None)
-        result: Tensor = await _suspended(offer)
+        result = await _suspended(offer)
         self.watch.switch("exchange")
         return result
 
@@ -416,6 +472,8 @@ def _combined(offers: Sequence[_Offer | Callable[[], Any]], world: int) -> Any:
             f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {', '.join(names)}"
         )
     operation, source = met[0].operation, met[0].source
+    if operation == "all_to_all_pieces":
+        return [offer.pieces for offer in met]
     tensors = [offer.tensor for offer in met]
     if operation == "broadcast":
         return tensors[source]

@@ -156,6 +156,11 @@ def _near(totals: Sequence[int], goal: int, limit: int) -> int | None:
     return nearest if 100 * abs(totals[nearest] - goal) <= TOLERANCE_PERCENT * goal else None
 
 
+def most_entries(goal: int, ceiling: float) -> int:
+    """What a ceiling, in times of a goal, comes to."""
+    return goal * int(ceiling * 1000) // 1000
+
+
 def shares(counts: Sequence[int], goal: int) -> tuple[int, ...]:
     """Share `goal` out among ranks in proportion to their counts.
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gradsieve import control, kernels
 from gradsieve.collectives import Collectives, TeamCollectives
-from gradsieve.region import NoState
+from gradsieve.region import NoState, even_borders, stretched
 from gradsieve.score import Magnitude, collect, collect_for_team, joined
-from gradsieve.types import ALL, Candidates, Proposal, Reduced, Setup, Span, Step, View
+from gradsieve.types import ALL, Candidates, Owners, Proposal, Reduced, Setup, Span, Step, View
 
 
 class Criterion:
@@ -106,6 +106,11 @@ class Largest(Criterion):
 class Rule:
     """Where a threshold comes from that is not agreed on within the step."""
 
+    @property
+    def knows_teams(self) -> bool:
+        """Is the threshold known early, and the same for all ranks?"""
+        return type(self).early is not Rule.early
+
     def start(self, setup: Setup) -> Any:
         return NoState()
 
@@ -117,11 +122,19 @@ class Rule:
         """The threshold from this rank's scores; asked only if `early` has none."""
         raise NotImplementedError
 
+    def owners(self, state: Any) -> Owners | None:
+        """What the exchange is told, where ranks own stretches of the vector."""
+        return None
+
     def observe(self, state: Any, step: Step, reduced: Reduced) -> Any:
         return state
 
     def check(self, state: Any, setup: Setup) -> None:
         """Refuse a state that this rule never has. Its fields are of the right types."""
+
+    def resized(self, state: Any, old_world: int, new_world: int) -> Any:
+        """The state for another number of ranks."""
+        return state
 
 
 @dataclass(frozen=True)
@@ -201,14 +214,65 @@ class Sampled(Rule):
 
 
 @dataclass(frozen=True)
+class Remeasured(Rule):
+    """Each rank's own: the size of its entry number `target`, the largest first, measured now and then (Ok-Topk).
+
+    All ranks remember those of all, so that what is learned is alike on every rank.
+    """
+
+    period: int = 32
+    """Steps from one measurement to the next."""
+
+    @property
+    def knows_teams(self) -> bool:
+        return False
+
+    def start(self, setup: Setup) -> Owners:
+        return Owners((0.0,) * setup.world, 0.0, tuple(even_borders(setup.numel, setup.world)))
+
+    def early(self, state: Owners, step: Step) -> float | None:
+        is_due = step.index % self.period == 0
+        return None if is_due else state.picking[step.rank] or None
+
+    def late(self, state: Owners, step: Step, scores: Tensor) -> float:
+        return min(control.HUGE, kernels.kth_largest(scores, step.target))
+
+    def owners(self, state: Owners) -> Owners:
+        return state
+
+    def observe(self, state: Owners, step: Step, reduced: Reduced) -> Owners:
+        assert reduced.owners is not None
+        return reduced.owners
+
+    def check(self, state: Owners, setup: Setup) -> None:
+        if len(state.picking) != setup.world:
+            raise ValueError(f"picking must be {setup.world} numbers, not {len(state.picking)}")
+        for threshold in (*state.picking, state.keeping):
+            if threshold != 0 and not control.TINY < threshold < control.HUGE:
+                raise ValueError(
+                    f"thresholds must be 0 or lie between {control.TINY:.3g} and {control.HUGE:.3g}, not {threshold}"
+                )
+        borders = state.borders
+        ends = borders[:1] == (0,) and borders[-1:] == (setup.numel,)
+        if len(borders) != setup.world + 1 or not ends or sorted(borders) != list(borders):
+            raise ValueError(
+                f"borders must be {setup.world + 1} ascending numbers from 0 to {setup.numel}, not {borders}"
+            )
+
+    def resized(self, state: Owners, old_world: int, new_world: int) -> Owners:
+        # what an entry of a rank, and a sum over ranks, has to reach depends on how many ranks there are
+        return Owners((0.0,) * new_world, 0.0, tuple(stretched(state.borders, new_world)))
+
+
+@dataclass(frozen=True)
 class Above(Criterion):
     """Every entry whose magnitude reaches a threshold that the rank knows by itself."""
 
     rule: Rule
     at_least_one: bool = False
     """A rank that finds nothing proposes one entry, a different one each step."""
-    at_most_target: bool = False
-    """A rank that finds more than the target keeps the largest."""
+    at_most: float | None = None
+    """A rank that finds more than so many times the target keeps the largest."""
 
     def start(self, setup: Setup) -> Any:
         return self.rule.start(setup)
@@ -218,6 +282,9 @@ class Above(Criterion):
 
     def check(self, state: Any, setup: Setup) -> None:
         self.rule.check(state, setup)
+
+    def resized(self, state: Any, old_world: int, new_world: int) -> Any:
+        return self.rule.resized(state, old_world, new_world)
 
     def scan(self, state: Any, view: View, spans: Sequence[Span]) -> Candidates | None:
         threshold = self._early(state, view.step)
@@ -231,11 +298,11 @@ class Above(Criterion):
             threshold = max(control.TINY, self.rule.late(state, view.step, scores))
             found = (collect(Magnitude(), view, view.territory.spans, threshold),)
         candidates = joined(found, view.acc.device)
-        return Proposal(self._bounded(candidates, view), None, (threshold,))
+        return Proposal(self._bounded(candidates, view), None, (threshold,), owners=self.rule.owners(state))
 
     @property
     def knows_teams(self) -> bool:
-        return type(self.rule).early is not Rule.early
+        return self.rule.knows_teams
 
     async def pick_for_team(self, state: Any, views: Sequence[View], team: TeamCollectives) -> Proposal:
         step = views[0].step
@@ -244,7 +311,7 @@ class Above(Criterion):
         indices, scores, _ = collect_for_team(Magnitude(), [(view, view.territory.spans) for view in views], threshold)
         counts = [row[0] for row in await team.gather_numbers(_count_ranks(indices, step).unsqueeze(1), "counts")]
         positions = indices % max(step.numel, 1)
-        if self.at_least_one or self.at_most_target:
+        if self.at_least_one or self.at_most is not None:
             found = zip(torch.split(positions, counts), torch.split(scores, counts), views, strict=True)
             pieces = [self._bounded(Candidates(own, its_scores, 0), view) for own, its_scores, view in found]
             positions, counts = torch.cat(pieces), [len(piece) for piece in pieces]
@@ -256,8 +323,9 @@ class Above(Criterion):
 
     def _bounded(self, candidates: Candidates, view: View) -> Tensor:
         step, indices = view.step, candidates.indices
-        if self.at_most_target and len(indices) > step.target:
-            return indices[kernels.largest(candidates.scores, step.target)]
+        most = len(indices) if self.at_most is None else control.most_entries(step.target, self.at_most)
+        if len(indices) > most:
+            return indices[kernels.largest(candidates.scores, most)]
         start, stop, _ = view.territory.spans[0]
         if self.at_least_one and len(indices) == 0 and stop > start:
             return indices.new_tensor([start + step.index % (stop - start)])

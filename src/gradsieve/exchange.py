@@ -16,7 +16,15 @@ from gradsieve.types import Agreement, Indices, Proposal, Reduced, Step, View
 
 
 class Exchange:
-    """A rule for reaching a common support; the values at it are averaged."""
+    """A rule for reaching a common support; the values at it are averaged.
+
+    Here everyone gives its values at the support. Where only those do that picked an entry, `reduce` is another.
+    """
+
+    @property
+    def knows_teams(self) -> bool:
+        """Can it serve all ranks of a process at once?"""
+        return True
 
     async def reduce(self, view: View, proposal: Proposal, collectives: Collectives) -> Reduced:
         agreement = await self.agree(view, proposal, collectives)

@@ -22,11 +22,14 @@ from gradsieve.criterion import (
     ExponentialFit,
     Fixed,
     Largest,
+    Remeasured,
     Sampled,
     SharedRandom,
     Stepped,
 )
 from gradsieve.exchange import Agreed, Disjoint, Exchange, SteeredUnion, Union
+from gradsieve.merge_tree import MergeTree
+from gradsieve.owner_sums import OwnerSums
 from gradsieve.proposers import Everyone, Proposers, RandomRanks, RotatingLeader
 from gradsieve.region import BalancedBlocks, LayerBins, Region, RotatingSlices, SteppingBlocks, Whole
 from gradsieve.residual import Feedback
@@ -206,6 +209,29 @@ def deft(*, density: float = DEFAULT_DENSITY) -> Method:
 
 
 @_constructor
+def gtopk(*, density: float = DEFAULT_DENSITY) -> Method:
+    """gTop-k (ICDCS 2019): the ranks' largest entries are added up in a tree, and at each node the largest sums go on.
+
+    Differences from the paper: a node takes what it drops into its own residual, so that nothing is lost.
+    """
+    return Method(budget=Budget(density), region=Whole(), criterion=Largest(), exchange=MergeTree())
+
+
+@_constructor
+def oktopk(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None) -> Method:
+    """Ok-Topk (PPoPP 2022): each rank adds up what all ranks picked in a stretch that it owns; the largest sums go on.
+
+    Differences from the paper: no rank picks more than `ceiling` times the target, and no more sums are kept.
+    """
+    return Method(
+        budget=Budget(density),
+        region=Whole(),
+        criterion=Above(Remeasured(), at_most=_ceiling(ceiling)),
+        exchange=OwnerSums(_ceiling(ceiling)),
+    )
+
+
+@_constructor
 def dgc(
     *,
     density: float = DEFAULT_DENSITY,
@@ -229,7 +255,7 @@ def dgc(
     return Method(
         budget=Budget(density, warmup_steps),
         region=Whole(),
-        criterion=Above(Sampled(sample), at_most_target=True),
+        criterion=Above(Sampled(sample), at_most=1),
         exchange=Union(),
         feedback=Feedback(momentum, clip),
     )

@@ -211,7 +211,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 class Team:
     """Workers that share a process and step as one, in a few operations for all: the same outcome, bit for bit.
 
-    For methods whose region is known before the gradient is and whose criterion knows teams.
+    For methods whose region is known before the gradient is and whose criterion and exchange know teams.
     """
 
     def __init__(self, workers: Sequence[Worker], residual: Residual) -> None:
@@ -224,7 +224,8 @@ class Team:
 
     @staticmethod
     def suits(method: Method) -> bool:
-        return method.criterion.knows_teams and type(method.region).settle is Region.settle
+        knowing = method.criterion.knows_teams and method.exchange.knows_teams
+        return knowing and type(method.region).settle is Region.settle
 
     def reduce(
         self, gradients: Tensor, parameters: Callable[[], Tensor] | None, dense: Tensor | None

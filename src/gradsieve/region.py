@@ -156,7 +156,7 @@ class SteppingBlocks(Region):
         """Borders where the old ones were, as near as the number of partitions allows."""
         old, total = list(accumulate(state.num_blocks, initial=0)), sum(state.num_blocks)
         least = self._fewest(total, new_world)
-        borders = [_between(old, partition * old_world, new_world) for partition in range(new_world + 1)]
+        borders = stretched(old, new_world)
         for left in range(new_world):
             borders[left + 1] = max(borders[left + 1], borders[left] + least)
         borders[-1] = total
@@ -174,6 +174,11 @@ class SteppingBlocks(Region):
             if counts[giver] / mean > self.overload and counts[taker] / mean < self.underload:
                 return giver, taker
         return None
+
+
+def stretched(borders: Sequence[int], parts: int) -> list[int]:
+    """The borders of another number of parts: where these are, as near as that number allows."""
+    return [_between(borders, part * (len(borders) - 1), parts) for part in range(parts + 1)]
 
 
 def _between(borders: Sequence[int], numerator: int, denominator: int) -> int:

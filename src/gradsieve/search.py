@@ -157,7 +157,7 @@ class Searched(Criterion):
             return _Goal(size * num_lookers, size * num_lookers, everything=True)
         travelled, distinct = state.travelled, state.distinct
         entries = min((target * travelled + distinct // 2) // distinct, size * num_lookers)
-        return _Goal(entries, entries * int(self.ceiling * 1000) // 1000)
+        return _Goal(entries, control.most_entries(entries, self.ceiling))
 
 
 class _Goal(NamedTuple):

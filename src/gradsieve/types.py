@@ -105,6 +105,18 @@ class Candidates(NamedTuple):
     """Where the stretch begins that they were found in."""
 
 
+class Owners(NamedTuple):
+    """What ranks use again from step to step that add up entries each in a stretch of its own; 0 is a threshold that
+    is not known."""
+
+    picking: tuple[float, ...]
+    """Of every rank: what an entry has to reach there to be picked."""
+    keeping: float
+    """What a sum over ranks has to reach to be kept."""
+    borders: tuple[int, ...]
+    """Where the stretch of each rank begins, then `numel`."""
+
+
 class Proposal(NamedTuple):
     """What this rank wants to send."""
 
@@ -115,6 +127,8 @@ class Proposal(NamedTuple):
     """What the entries had to reach: one number, or one per group of entries; none where there is no threshold."""
     room: int | None = None
     """At most so many entries of one rank travel, evenly spread over its proposal; None: all of them."""
+    owners: Owners | None = None
+    """As the last step left them, where ranks own stretches of the vector."""
 
 
 class Agreement(NamedTuple):
@@ -143,13 +157,16 @@ class Reduced(NamedTuple):
     dense: Tensor
     """Mean over ranks of `View.dense`."""
     sent: Indices
+    """Where this rank's residual changes: the support, or what this rank had a part in."""
     counts: tuple[int, ...]
     thresholds: tuple[float, ...]
     distinct: int
     """As in `Agreement`."""
     rest: Tensor | None = None
-    """What of this rank's values at `sent` did not travel; None where they travelled whole. A team's has a row for each
-    rank."""
+    """What the residual holds at `sent` from now on: what of this rank's values did not travel, and what of others'
+    stays here; None: nothing. A team's has a row for each rank."""
+    owners: Owners | None = None
+    """For the steps to come."""
 
     @property
     def support(self) -> int:
@@ -170,7 +187,7 @@ class StepStats:
     """`support / numel`: the actual density."""
     threshold: float | None
     """The threshold applied in this step: the median, where tensors have their own; this rank's, where ranks have
-    (`sidco`, `dgc`); None for methods without."""
+    (`sidco`, `dgc`); that of sums over ranks, where those are chosen (`oktopk`); None for methods without."""
     counts: tuple[int, ...]
     """Proposed entries by rank."""
     imbalance: float
@@ -178,7 +195,8 @@ class StepStats:
     wire_bytes: int
     """Bytes this rank handed to collectives in this step, excluded parameters and flags included."""
     link_bytes: int
-    """Bytes through this rank's link, each way, if collectives run in rings."""
+    """Bytes through this rank's link, each way, if collectives run in rings; where unlike numbers leave and arrive, the
+    larger one."""
     num_messages: int
     """Collectives of this step."""
     dense_numel: int

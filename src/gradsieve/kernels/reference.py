@@ -125,6 +125,11 @@ def largest(scores: Tensor, k: int) -> Tensor:
     return positions
 
 
+def kth_largest(scores: Tensor, k: int) -> float:
+    """The size of the `k`-th largest score, of at least as many; what is not a number is larger than all."""
+    return float(scores.kthvalue(len(scores) - k + 1).values)
+
+
 def merged(indices: Tensor) -> Tensor:
     """The distinct ones of `indices`."""
     if indices.device.type == "cpu":
