@@ -4,7 +4,7 @@ import gc
 import re
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,6 +92,29 @@ async def exchange_matrices(collectives: Collectives) -> Tensor:
     return await collectives.all_to_all(own(collectives, 3, 2, collectives.world).movedim(-1, 0))
 
 
+async def exchange_pieces(collectives: Collectives) -> list[Tensor]:
+    """For rank r as many entries as the number of the sender, and r more; but rank 1 has nothing for anyone."""
+    world, rank = collectives.world, collectives.rank
+    pieces = [own(collectives, (rank + each) * (rank != 1)) for each in range(world)]
+    return await collectives.all_to_all_pieces(pieces, [(each + rank) * (each != 1) for each in range(world)])
+
+
+async def hand_over(collectives: Collectives) -> list[Tensor]:
+    """The last rank hands three numbers of two bytes to the first; the others have nothing to do with it."""
+    world, rank = collectives.world, collectives.rank
+    pieces, lengths = [torch.empty(0, dtype=torch.bfloat16)] * world, [0] * world
+    if rank == world - 1:
+        pieces[0] = own(collectives, 3, dtype=torch.bfloat16)
+    if rank == 0:
+        lengths[-1] = 3
+    return await collectives.all_to_all_pieces(pieces, lengths)
+
+
+async def swap_numbers(collectives: Collectives) -> list[Any]:
+    told, heard = await collectives.swap_numbers(own(collectives, collectives.world, 2, dtype=torch.int64))
+    return [told, heard]
+
+
 async def gather_half_precision(collectives: Collectives) -> Tensor:
     return await collectives.all_gather(own(collectives, 3, dtype=torch.bfloat16))
 
@@ -173,6 +196,9 @@ PROGRAMS: dict[str, Program] = {
         reduce_integers,
         exchange_rows,
         exchange_matrices,
+        exchange_pieces,
+        hand_over,
+        swap_numbers,
         gather_half_precision,
         broadcast_from_each,
         broadcast_columns,
@@ -250,6 +276,9 @@ def test_ranks_in_process_count_the_bytes_that_ranks_of_a_group_count(
         (gather_scalars, [8, 8, 8]),
         (reduce_doubles, [32, 32, 32]),
         (exchange_rows, [30, 30, 30]),  # the own row, too
+        (exchange_pieces, [4 * (0 + 1 + 2), 0, 4 * (2 + 3 + 4)]),
+        (hand_over, [0, 0, 6]),
+        (swap_numbers, [48, 48, 48]),
         (gather_half_precision, [6, 6, 6]),
         (broadcast_from_each, [16, 16, 16]),
         (broadcast_columns, [0, 0, 48]),  # only the source hands something over
@@ -288,6 +317,27 @@ def test_through_every_link_passes_what_a_ring_passes_on(
     for outcome in in_process(program, world):
         assert outcome.num_messages == num_messages
         assert outcome.link_bytes == pytest.approx(link_bytes(world), rel=1e-12)
+
+
+def test_through_a_link_passes_the_larger_of_what_leaves_and_what_arrives() -> None:
+    outcomes = in_process(exchange_pieces, world=3)
+    # what is for the rank itself does not pass; rank 1 sends nothing and gets 1 and 3 entries
+    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(1, 12), (1, 16), (1, 20)]
+    outcomes = in_process(hand_over, world=3)
+    assert [(outcome.num_messages, outcome.link_bytes) for outcome in outcomes] == [(1, 6), (1, 0), (1, 6)]
+
+
+def test_pieces_of_other_lengths_than_awaited_are_an_error() -> None:
+    async def surprised(collectives: Collectives) -> list[Tensor]:
+        return await collectives.all_to_all_pieces([torch.ones(2), torch.ones(1)], [2, 2])
+
+    with pytest.raises(RuntimeError, match=re.escape("rank 1 awaits pieces of [2, 2] entries, and [1, 1] come")):
+        in_process(surprised, world=2)
+
+
+def test_a_team_has_no_pieces_of_unlike_lengths() -> None:
+    with pytest.raises(NotImplementedError, match="TeamCollectives moves tensors of one shape only"):
+        run(TeamCollectives(1, CPU).all_to_all_pieces([torch.ones(2)], [2]))
 
 
 def test_every_broadcast_is_a_message_that_passes_through_every_link_once() -> None:
@@ -377,7 +427,9 @@ def test_an_empty_message_is_no_meeting() -> None:
     ]
 
 
-@pytest.mark.parametrize("program", [gather_vectors, reduce_floats, exchange_rows, broadcast_from_each, gather_numbers])
+@pytest.mark.parametrize(
+    "program", [gather_vectors, reduce_floats, exchange_rows, hand_over, broadcast_from_each, gather_numbers]
+)
 def test_a_world_of_one_is_not_special(program: Program) -> None:
     (outcome,) = in_process(program, world=1)
     assert outcome.wire_bytes > 0
@@ -417,6 +469,9 @@ class _Broken(GroupCollectives):
     async def _all_gather(self, tensor: Tensor) -> Tensor:  # noqa: ARG002 - as of a group
         raise self._error
 
+    async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:  # noqa: ARG002
+        raise self._error
+
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
         raise self._error
 
@@ -436,6 +491,8 @@ def test_a_collective_that_is_given_up_is_named() -> None:
     assert caught.value.__cause__ is cause
     with pytest.raises(ExchangeError, match="broadcast of the indices from rank 2"):
         run(collectives.broadcast(torch.zeros(3), 2, "indices"))
+    with pytest.raises(ExchangeError, match=r"all-to-all of the picked entries \(12 bytes, collective 5 of step 17\)"):
+        run(collectives.all_to_all_pieces([torch.zeros(3), *[torch.zeros(0)] * 3], [0] * 4, "picked entries"))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("another mistake")])

@@ -185,6 +185,12 @@ def test_bad_loads_are_refused(change: dict[str, Any], told: str) -> None:
         replace(LOAD, **change)
 
 
+@pytest.mark.parametrize("name", sorted(gradsieve.METHODS.keys() - {"dense", *SPARSE}))
+def test_methods_without_a_model_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"no cost model for '{name}'"):
+        predict(name, LOAD, LINK, CPU)
+
+
 def test_unknown_schemes_are_refused() -> None:
     with pytest.raises(UsageError, match="no cost model for 'mikro'; did you mean 'micro'"):
         predict("mikro", LOAD, LINK, CPU)

@@ -53,6 +53,8 @@ METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
     "topk": (gradsieve.topk(density=0.1), {}),
     "iwp": (gradsieve.iwp(density=0.1), {}),
     "deft": (gradsieve.deft(density=0.1), {}),
+    "gtopk by bucket": (gradsieve.gtopk(density=0.1), {"scope": "bucket"}),
+    "oktopk": (gradsieve.oktopk(density=0.1), {}),
     "dense by bucket": (gradsieve.dense(), {"scope": "bucket"}),
     "rounded": (gradsieve.micro(density=0.1), {"wire": "bfloat16"}),
 }

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -461,6 +461,11 @@ def _handed_over(name: str, wire: str) -> tuple[int, int]:
         async def _all_to_all(self, tensor: Tensor) -> Tensor:
             self.note(tensor)
             return await super()._all_to_all(tensor)
+
+        async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+            for piece in pieces:
+                self.note(piece)
+            return await super()._all_to_all_pieces(pieces, lengths)
 
         async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
             if source == self.rank:

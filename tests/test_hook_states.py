@@ -21,7 +21,7 @@ from toys import averaged, flat, make, sparsified
 
 SCOPES = ("model", "bucket")
 RUNS = [(variant, "model") for variant in (*METHODS, "exdyna-paper", "iwp-momentum")]
-RUNS += [(variant, "bucket") for variant in ("union", "exdyna", "exdyna-paper", "dgc", "deft")]
+RUNS += [(variant, "bucket") for variant in ("union", "exdyna", "exdyna-paper", "dgc", "deft", "oktopk")]
 AT_A_TIME = 7
 """Of them, so many in one task of a fleet, whose time is bounded."""
 DENSITY = 0.05

@@ -130,6 +130,13 @@ def test_largest_agrees_with_sorting(numbers: list[float], k: int) -> None:
     assert taken == sorted(scores.tolist(), reverse=True)[:k]
 
 
+def test_the_kth_largest_is_the_last_of_the_k_largest() -> None:
+    scores = torch.rand(50)
+    for k in (1, 7, 50):
+        assert reference.kth_largest(scores, k) == scores[reference.largest(scores, k)].min()
+    assert math.isnan(reference.kth_largest(torch.tensor([1.0, torch.nan, torch.inf]), 1))
+
+
 @pytest.mark.parametrize("k", [5, 6, 1000])
 def test_largest_of_no_more_than_there_are_is_everything(k: int) -> None:
     assert reference.largest(torch.rand(5), k).tolist() == [0, 1, 2, 3, 4]

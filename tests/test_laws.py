@@ -139,9 +139,17 @@ def test_topk_builds_up_with_the_number_of_workers(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 16])
-@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "cltk", "iwp", "deft", "randomk", "iwp-per-layer"])
+@pytest.mark.parametrize(
+    "variant", ["micro", "exdyna", "union", "cltk", "iwp", "deft", "randomk", "iwp-per-layer", "gtopk"]
+)
 def test_steered_methods_do_not_build_up(variant: str, world: int) -> None:
     assert build_up(variant, world) <= 1.1
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 16])
+@pytest.mark.parametrize(("variant", "ceiling"), [("oktopk", 2.0), ("oktopk-tight", 1.0)])
+def test_what_reaches_a_threshold_of_old_is_bounded(variant: str, ceiling: float, world: int) -> None:
+    assert build_up(variant, world) <= ceiling
 
 
 @given(
@@ -185,7 +193,9 @@ def test_what_is_not_finite_stops_no_step(variant: str, bad: float, wire: str) -
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("variant", ["topk", "micro", "exdyna", "union", "cltk", "deft", "hard_threshold"])
+@pytest.mark.parametrize(
+    "variant", ["topk", "micro", "exdyna", "union", "cltk", "deft", "hard_threshold", "gtopk", "oktopk"]
+)
 def test_what_is_not_finite_is_sent_within_a_round_and_not_kept(variant: str, bad: float, wire: str) -> None:
     given = gradients(4, 3, 999)
     given[0, 1, 5] = bad

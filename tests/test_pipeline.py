@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gradsieve
+import toys
 from gradsieve import METHODS, Method, wire
 from gradsieve.collectives import lockstep
 from gradsieve.exchange import Disjoint, SteeredUnion
@@ -36,6 +37,7 @@ METHODS_WITH_OPTIONS = [
     gradsieve.iwp(density=DENSITY, num_broadcasters=2, per_layer=True, momentum=0.5, stochastic=True),
     gradsieve.dgc(density=DENSITY, warmup_steps=6, sample=0.2),
     gradsieve.union(density=DENSITY, ceiling=1.0),
+    gradsieve.oktopk(density=DENSITY, ceiling=1.0),
 ]
 ALL_METHODS = METHODS_AS_THEY_COME + METHODS_WITH_OPTIONS
 every_method = pytest.mark.parametrize("method", ALL_METHODS, ids=repr)
@@ -267,13 +269,14 @@ class TestUnapplied:
         crew, spans = _crew(method), [Span(207, 500), Span(0, 7)]
         for step in range(5):
             crew.feed(_gradients(step), PARAMETERS)
-            before = [vector.clone() for vector in _vectors(crew)]
-            (first, *_) = crew.finish(crew.exchange(), spans)
-            applied = torch.zeros(NUMEL, dtype=torch.bool).index_fill(0, _support(first), value=True)
-            for span in spans:
-                applied[span.start : span.stop] = False
-            for vector, whole in zip(_vectors(crew), before, strict=True):
-                assert torch.equal(vector, whole.masked_fill(applied, 0))
+            before = _named_vectors(crew)
+            outcomes = crew.finish(crew.exchange(), spans)
+            for kept, vectors, outcome in zip(_named_vectors(crew), before, outcomes, strict=True):
+                for name, whole in vectors.items():
+                    expected = _left(name, whole, outcome)
+                    for span in spans:
+                        expected[span.start : span.stop] = whole[span.start : span.stop]
+                    assert torch.equal(kept[name], expected)
 
     @every_method
     def test_the_sum_over_ranks_is_what_was_applied_and_what_is_left(self, method: Method) -> None:
@@ -301,6 +304,20 @@ def _support(outcome: Outcome) -> Tensor:
     return indices if isinstance(indices, Tensor) else torch.arange(NUMEL)[indices]
 
 
+def _named_vectors(crew: Crew) -> list[dict[str, Tensor]]:
+    """A copy of all that error feedback remembers, by rank and name."""
+    return [{name: vector.clone() for name, vector in worker.residual.named()} for worker in crew.workers]
+
+
+def _left(name: str, whole: Tensor, outcome: Outcome) -> Tensor:
+    """What is left of a rank's vector once its step is over."""
+    reduced, left = outcome.reduced, whole.clone()
+    left[reduced.sent] = 0
+    if name == "residual" and reduced.rest is not None:
+        left[reduced.sent] = reduced.rest
+    return left
+
+
 class TestWorker:
     @every_method
     def test_all_ranks_come_to_the_same_outcome_bit_for_bit(self, method: Method) -> None:
@@ -315,11 +332,15 @@ class TestWorker:
         crew = _crew(method, world=world)
         for step in range(4):
             crew.feed(_gradients(step, world), PARAMETERS)
-            before = [vector.clone() for vector in _vectors(crew)]
+            before = _named_vectors(crew)
             outcomes = crew.finish(crew.exchange())
             assert all(same_support(outcome.reduced, outcomes[0].reduced) for outcome in outcomes)
-            for vector, whole in zip(_vectors(crew), before, strict=True):
-                assert torch.equal(vector, whole.index_fill(0, _support(outcomes[0]), 0))
+            for kept, vectors, outcome in zip(_named_vectors(crew), before, outcomes, strict=True):
+                assert all(torch.equal(kept[name], _left(name, whole, outcome)) for name, whole in vectors.items())
+                # where everyone gives its values, all of the support leaves every residual, and nothing comes
+                if method.name not in toys.BY_SUMS:
+                    assert torch.equal(torch.arange(NUMEL)[outcome.reduced.sent], _support(outcomes[0]))
+                    assert outcome.reduced.rest is None
 
     @every_method
     def test_what_goes_dense_is_averaged_beside_and_changes_nothing_else(self, method: Method) -> None:
@@ -406,7 +427,7 @@ class TestPendingStats:
             assert (stats.dense_numel, stats.dense_bytes) == (num_dense, 4 * num_dense)
             assert stats.ratio_wire == pytest.approx(4 * NUMEL / (stats.wire_bytes - 4 * num_dense))
 
-    @every_method
+    @pytest.mark.parametrize("method", [m for m in ALL_METHODS if m.name not in toys.BY_SUMS], ids=repr)
     def test_the_indices_handed_over_are_those_proposed(self, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
         shapes: dict[bytes, Shape] = {}
 
@@ -461,12 +482,12 @@ class TestPendingStats:
         assert [_untimed(stats) for stats in late] == [_untimed(stats) for stats in at_once]
         assert [record.read() for record in pending] == late
 
-    @pytest.mark.parametrize("name", ["dense", "topk", "randomk", "cltk", "deft"])
+    @pytest.mark.parametrize("name", ["dense", "topk", "randomk", "cltk", "deft", "gtopk"])
     def test_methods_without_a_threshold_report_none(self, name: str) -> None:
         method = gradsieve.method(name)
         assert all(stats.threshold is None for _, stats in _records(method))
 
-    @pytest.mark.parametrize("name", ["hard_threshold", "sidco", "dgc", "micro", "exdyna", "union", "iwp"])
+    @pytest.mark.parametrize("name", ["hard_threshold", "sidco", "dgc", "micro", "exdyna", "union", "iwp", "oktopk"])
     def test_methods_with_a_threshold_report_it(self, name: str) -> None:
         for outcome, stats in _records(gradsieve.method(name, density=DENSITY)):
             assert stats.threshold == outcome.reduced.thresholds[0] > 0

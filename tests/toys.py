@@ -32,6 +32,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "oktopk-tight": ("oktopk", {"ceiling": 1.0}),
 }
 
+BY_SUMS = {"gtopk", "oktopk", "oktopk-tight"}
+"""The variants that choose among sums over ranks, to which only ranks give that picked an entry."""
+
 
 def make(variant: str, density: float) -> Method:
     """A method by its name or the name of one of its variants."""

@@ -39,6 +39,8 @@ PALETTE = (
     Colour("sidco", "#2367b7", "#3f94c4"),
     Colour("dgc", "#fd5170", "#ff6f5c"),
     Colour("deft", "#3d694a", "#b4f292"),
+    Colour("gtopk", "#051875", "#7a4fdc"),
+    Colour("oktopk", "#760f95", "#91685e"),
     Colour("micro", "#3428c7", "#7483ff"),
     Colour("exdyna", "#993e08", "#cf6a12"),
     Colour("iwp", "#049eda", "#55ccfb"),
