@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 import gradsieve
+import toys
+from fleet import Fleet
 from gradsieve import Method
 from gradsieve.control import HUGE, TINY, shares
 from gradsieve.criterion import Above, Remeasured
 from gradsieve.owner_sums import OwnerSums
 from gradsieve.region import even_borders
 from gradsieve.types import Owners, Setup
-from ranks import Crew, Outcome, positions
+from ranks import Crew, Outcome, positions, same_outcome
+
+LONG = 67
+"""Steps: thresholds are measured twice again, borders balanced once."""
 
 
 def often(density: float, ceiling: float = 2.0) -> Method:
@@ -114,6 +119,36 @@ def test_the_owners_do_what_plain_python_does(world: int, numel: int, ceiling: f
         assert owners == Owners(tuple(plain.picking), plain.keeping, tuple(plain.borders))
         bounded += outcomes[0].reduced.support == plain.limit
     assert bounded > 0, "a sudden factor meets the ceiling, or the test shows nothing"
+
+
+def test_a_run_goes_on_from_its_state_whatever_is_due_next() -> None:
+    method = often(0.1)
+    crew = Crew(method, 3, 200)
+    for index in range(12):
+        fresh = Crew(method, 3, 200)
+        for ours, theirs in zip(fresh.workers, crew.workers, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+            ours.residual.acc.copy_(theirs.residual.acc)
+        gradients = whole_numbers(3, 200, index)
+        outcomes, others = crew.step(gradients), fresh.step(gradients)
+        assert all(same_outcome(one.reduced, other.reduced) for one, other in zip(outcomes, others, strict=True))
+        assert torch.equal(crew.residual, fresh.residual)
+
+
+def _long_run() -> tuple[Tensor, Owners | None]:
+    model, sieve = toys.sparsified(gradsieve.oktopk(density=0.05))
+    means = toys.averaged(model, LONG)
+    (part,) = sieve.state_dict()["learned"]["parts"]
+    return torch.stack(means), Owners(**part["learned"]["criterion"])
+
+
+def test_processes_do_what_virtual_workers_do_over_all_that_is_measured(fleet3: Fleet) -> None:
+    trace = gradsieve.simulate(gradsieve.oktopk(density=0.05), toys.stacked_gradients(LONG, 3), shapes=toys.SHAPES)
+    (means, owners), *others = fleet3.run(_long_run)
+    assert torch.equal(means, trace.mean)
+    for other_means, other_owners in others:
+        assert torch.equal(other_means, means)
+        assert other_owners == owners
 
 
 def test_borders_give_every_owner_about_as_many_entries() -> None:

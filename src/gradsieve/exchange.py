@@ -62,6 +62,13 @@ async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> t
     return mean[:num_values], mean[num_values:]
 
 
+async def averaged_beside(view: View, collectives: Collectives) -> Tensor:
+    """The mean over ranks of what travels whole, in a message of its own."""
+    nothing = view.acc[:0]
+    _, dense = await averaged(nothing, nothing if view.dense is None else view.dense, collectives)
+    return dense
+
+
 async def averaged_by_wire(
     values: Tensor, dense: Tensor, wire: torch.dtype, collectives: Collectives
 ) -> tuple[Tensor, Tensor, Tensor]:

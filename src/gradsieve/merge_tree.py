@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.collectives import Collectives
-from gradsieve.exchange import Exchange, averaged
+from gradsieve.exchange import Exchange, averaged_beside
 from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked
 from gradsieve.types import Proposal, Reduced, View
 from gradsieve.wire import Shape
@@ -44,11 +44,10 @@ class MergeTree(Exchange):
                 await climb.merge(stride)
         total = await climb.told()
         sent, rest = settled(view.acc, proposal.indices, climb.stayed)
-        _, dense = await averaged(view.acc[:0], view.acc[:0] if view.dense is None else view.dense, collectives)
         return Reduced(
             indices=total.indices,
             mean=total.values,
-            dense=dense,
+            dense=await averaged_beside(view, collectives),
             sent=sent,
             counts=proposal.counts,
             thresholds=proposal.thresholds,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradsieve import control, kernels
 from gradsieve.collectives import Collectives
-from gradsieve.exchange import Exchange, averaged
+from gradsieve.exchange import Exchange, averaged_beside
 from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked
 from gradsieve.types import Owners, Proposal, Reduced, Step, View
 from gradsieve.wire import Shape
@@ -53,7 +53,7 @@ class OwnerSums(Exchange):
     period: int = 32
     """Steps from one measurement of the threshold to the next."""
     border_period: int = 64
-    """Steps after which the borders are balanced anew."""
+    """Steps after which the borders are balanced anew; they are in the first step, too, whatever its number."""
 
     @property
     def knows_teams(self) -> bool:
@@ -72,11 +72,10 @@ class OwnerSums(Exchange):
         taken = torch.isin(picked, kept.total.indices, assume_unique=True)
         stayed = [rest.at(taken), kept.rest] if len(rest.indices) else [kept.rest]
         sent, left = settled(view.acc, picked[taken], stayed)
-        _, dense = await averaged(view.acc[:0], view.acc[:0] if view.dense is None else view.dense, collectives)
         return Reduced(
             indices=kept.total.indices,
             mean=kept.total.values,
-            dense=dense,
+            dense=await averaged_beside(view, collectives),
             sent=sent,
             counts=parcels.counts,
             thresholds=(keeping,),
@@ -88,7 +87,8 @@ class OwnerSums(Exchange):
     async def _borders(self, picked: Tensor, owners: Owners, step: Step, collectives: Collectives) -> tuple[int, ...]:
         """Those of the step before, or, when it is time, the means over ranks of borders that would give each owner as
         many of the rank's entries."""
-        if step.index % self.border_period or step.world == 1:
+        is_due = step.index % self.border_period == 0 or not owners.keeping
+        if not is_due or step.world == 1:
             return owners.borders
         own = torch.tensor(owners.borders[1:-1], device=picked.device)
         if len(picked):

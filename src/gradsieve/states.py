@@ -138,7 +138,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, A
     """The states of a run for another number of ranks, by rank, from those of all its ranks, in any order.
 
     The mean over ranks of what was not sent yet stays what it is. Thresholds, partitions, steps and seed go on; how
-    many entries each rank lately proposed starts anew.
+    many entries each rank lately proposed, and `oktopk`'s thresholds, start anew.
 
         states = [torch.load(f"rank-{rank}.pt", weights_only=True) for rank in range(4)]
         sieve.load_state_dict(gradsieve.reshard(states, world=2)[rank])
