@@ -204,7 +204,7 @@ def test_ranks_hold_the_same_bits(name: str, fleet3: Fleet) -> None:
     ],
     ids="+".join,
 )
-@pytest.mark.parametrize("name", ["micro", "union", "iwp", "deft", "dgc"])
+@pytest.mark.parametrize("name", ["micro", "union", "iwp", "deft", "dgc", "gtopk", "oktopk"])
 def test_buckets_and_ddp_options_change_nothing(name: str, ddp: dict[str, Any], fleet2: Fleet) -> None:
     """Several buckets, their rebuild after the first iterations, one bucket: the same bits."""
     expected = fleet2.run(_trained, name, {})

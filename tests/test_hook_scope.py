@@ -105,7 +105,7 @@ def _steps_with(name: str, options: str) -> dict[str, list[dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["micro", "union", "deft"])
+@pytest.mark.parametrize("name", ["micro", "union", "deft", "gtopk", "oktopk"])
 def test_options_of_ddp_and_of_the_wire(name: str, options: str, fleet2: Fleet) -> None:
     ranks = fleet2.run(_steps_with, name, options)
     check_agreement(ranks)
@@ -210,7 +210,7 @@ def test_loading_a_state_continues_bit_exactly(name: str, fleet2: Fleet) -> None
     assert fleet2.run(_resumed, name, {}, 2) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("name", ["union", "exdyna", "dgc"])
+@pytest.mark.parametrize("name", ["union", "exdyna", "dgc", "oktopk"])
 def test_state_loaded_before_the_first_backward_waits_for_its_buckets(name: str, fleet2: Fleet) -> None:
     """With these buckets, which DDP never rebuilds, bit for bit."""
     assert fleet2.run(_resumed, name, {"find_unused_parameters": True}, 0) == [(True, True)] * 2

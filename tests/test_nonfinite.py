@@ -86,7 +86,7 @@ def assert_skipped(faulty: list[Any], without: list[Any], tolerance: float = 0.0
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "topk", "iwp", "cltk", "dense"])
+@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "topk", "iwp", "cltk", "dense", "gtopk", "oktopk"])
 def test_a_fault_on_one_rank_makes_all_leave_the_step_out(
     variant: str, scope: str, fleets: Callable[[int], Fleet]
 ) -> None:
@@ -185,7 +185,7 @@ def _scaled(scaled: bool, faulty: bool, variant: str, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-@pytest.mark.parametrize("variant", ["micro", "union"])
+@pytest.mark.parametrize("variant", ["micro", "union", "gtopk", "oktopk"])
 def test_a_scaler_changes_nothing_but_the_scale(variant: str, scope: str, fleets: Callable[[int], Fleet]) -> None:
     """It grows every three steps, and the residual goes on as if there were none, bit for bit: it is kept unscaled."""
     fleet = fleets(WORLD)
