@@ -219,6 +219,11 @@ _GOLDEN = 2654435769
 """The golden ratio's fraction, in parts of `_ONE`."""
 
 
+# Ok-Topk: steps from one measurement of thresholds to the next, and from one balancing of borders to the next.
+MEASURE_PERIOD = 32
+BALANCE_PERIOD = 64
+
+
 # SIDCo: the ratio each stage but the last keeps, how often the number of stages is looked at, and the band of
 # actual over target in which it stays.
 STAGE_RATIO = 0.25

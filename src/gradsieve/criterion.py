@@ -220,7 +220,7 @@ class Remeasured(Rule):
     All ranks remember those of all, so that what is learned is alike on every rank.
     """
 
-    period: int = 32
+    period: int = control.MEASURE_PERIOD
     """Steps from one measurement to the next."""
 
     @property

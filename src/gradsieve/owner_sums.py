@@ -50,9 +50,9 @@ class OwnerSums(Exchange):
 
     ceiling: float
     """The support never exceeds this many times the target."""
-    period: int = 32
+    period: int = control.MEASURE_PERIOD
     """Steps from one measurement of the threshold to the next."""
-    border_period: int = 64
+    border_period: int = control.BALANCE_PERIOD
     """Steps after which the borders are balanced anew; they are in the first step, too, whatever its number."""
 
     @property
