@@ -134,12 +134,15 @@ class _Guard:
     def __call__(self, *_: Any) -> None:
         self._lookahead.back()
 
-    def __reduce__(self) -> str:
-        return "no_guard"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoGuard, ()
 
 
-def no_guard(*_: Any) -> None:
-    """What a `_Guard` is in a copy of its model."""
+class _NoGuard:
+    """What a `_Guard` is in a copy of its model, which never looks ahead."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
 
 
 def watch(lookahead: Lookahead, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
