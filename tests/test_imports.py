@@ -54,7 +54,7 @@ TASKS = layers_of(
     "cifar ratings text",
     "__init__",
 )
-RECORDS = layers_of("gradsieve", "baselines counters runs projection")
+RECORDS = layers_of("gradsieve", "baselines counters runs projection", "digests")
 TRAINING = layers_of(
     "gradsieve.training",
     "__init__ config place provenance recorder batches evaluation",
@@ -66,6 +66,7 @@ TRAINING = layers_of(
     "launch",
     "runner",
     "grid",
+    "study",
 )
 COST = layers_of(
     "gradsieve.cost",
@@ -102,7 +103,8 @@ CLI = layers_of(
     "gradsieve.cli",
     "display options report",
     "bench summary",
-    "lab_training",
+    "lab_training running",
+    "study",
     "train compare lab plan",
     "demo",
     "app",

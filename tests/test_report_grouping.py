@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.report.grouping import Section, Spread, sections, spread, warm_up
-from gradsieve.runs import Record, Run
+from gradsieve.report.grouping import Section, Spread, sections, spread
+from gradsieve.runs import Record, Run, warm_up
 from synthetic_runs import PERPLEXITY, Plan, make_runs, odd_plans
 
 SHORT = Plan(epochs=4, steps_per_epoch=5)

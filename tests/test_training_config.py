@@ -283,7 +283,7 @@ def test_values_from_files_take_the_type_of_their_option(name: str, value: Any, 
         ("tensorboard", "yes", "true or false"),
         ("wandb", True, "text"),
         ("schedule", 1, "'step' or 'cosine' or 'constant'"),
-        ("precision", None, "'float32' or 'bfloat16'"),
+        ("precision", None, "'float32' or 'bfloat16' or 'auto'"),
     ],
 )
 def test_values_of_another_type_are_refused(name: str, value: Any, wanted: str) -> None:

@@ -210,14 +210,14 @@ def test_a_second_interruption_does_not_wait_for_the_step(tmp_path: Path) -> Non
 def test_a_run_can_be_interrupted_before_its_workers_are_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = launch._Crew.watch
+    start = launch._Crew.start
 
-    def interrupted_first(crew: launch._Crew, sinks: Any) -> Any:
+    def interrupted_at_once(crew: launch._Crew, meeting: str) -> None:
+        start(crew, meeting)
         signal.raise_signal(signal.SIGINT)
-        return watch(crew, sinks)
 
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(launch._Crew, "watch", interrupted_first)
+    monkeypatch.setattr(launch._Crew, "start", interrupted_at_once)
     ended = small_runs.trained(tmp_path, steps=200, **KINDS[kind])
     assert ended.status == "interrupted"
     assert json.loads((tmp_path / RESULT).read_text())["status"] == "interrupted"

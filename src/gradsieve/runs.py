@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,6 +43,10 @@ Status = Literal["finished", "interrupted", "failed", "unfinished"]
 
 RUN, METRICS, RESULT, ERROR = "run.json", "metrics.jsonl", "result.json", "error.txt"
 
+
+WARM_UP_STEPS = 5
+WARM_UP_FRACTION = 0.1
+"""What is left out of means of times: so many steps, or this part of them, whichever is less."""
 
 HEADER = ("label", "density", "world", "task", "measure", "model", "steps_per_epoch", "config", "provenance")
 """What `run.json` must say."""
@@ -102,10 +106,44 @@ class Run:
         """The name of the task's measure; its figures are under `eval/<measure>`."""
         return str(self.header["measure"]["name"])
 
+    @property
+    def setting(self) -> str:
+        """What sets it apart from other runs of its task and model, if anything does."""
+        return ""
+
     def series(self, name: str, *, of: Literal["steps", "evaluations"] = "steps") -> npt.NDArray[np.float64]:
         """A column of the records; NaN where a record has none."""
         records = self.steps if of == "steps" else self.evaluations
         return np.array([_number(record.get(name)) for record in records], dtype=np.float64)
+
+    @property
+    def num_steps(self) -> int:
+        """That were done; a digest keeps fewer records than that."""
+        return len(self.steps)
+
+    def mean(self, name: str) -> float:
+        """Of a column of steps."""
+        return finite_mean(self.series(name))
+
+    def steady(self, name: str) -> float:
+        """The mean of a column of steps, without the warm-up."""
+        return finite_mean(self.series(name)[warm_up(len(self.steps)) :])
+
+
+def warm_up(num_steps: int) -> int:
+    """Steps left out of means of times."""
+    return min(WARM_UP_STEPS, int(WARM_UP_FRACTION * num_steps))
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """The mean of the finite ones; NaN if there is none.
+
+    >>> finite_mean([1.0, float("nan"), 3.0])
+    2.0
+    """
+    array = np.fromiter(values, dtype=np.float64)
+    finite = array[np.isfinite(array)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def _number(value: float | int | None) -> float:
@@ -113,12 +151,18 @@ def _number(value: float | int | None) -> float:
 
 
 def summarise(steps: Sequence[Record], evaluations: Sequence[Record], steps_per_epoch: int) -> dict[str, float]:
-    """The figures that a run comes to: the last evaluation, and means over the steps."""
+    """The figures that a run comes to: the last evaluation, and means over the steps.
+
+    `sparsity/density_error` is the median distance of the actual density from the asked one, relative to that.
+    """
     summary: dict[str, float] = {"steps": len(steps)}
     for name in sorted({name for record in steps for name in record if "/" in name} - {"time/elapsed", "train/lr"}):
         values = [float(record[name] or 0) for record in steps if record.get(name) is not None]
         if values:
             summary[name] = sum(values) / len(values)
+    errors = [abs(ratio - 1) for ratio in map(_density_ratio, steps) if ratio is not None]
+    if errors:
+        summary["sparsity/density_error"] = float(np.median(errors))
     if steps:
         summary["train/loss"] = _number(steps[-1]["train/loss"])
         summary["time/elapsed"] = _number(steps[-1]["time/elapsed"])
@@ -127,6 +171,11 @@ def summarise(steps: Sequence[Record], evaluations: Sequence[Record], steps_per_
         if name.startswith("eval/"):
             summary[name] = _number(evaluations[-1][name])
     return summary
+
+
+def _density_ratio(record: Record) -> float | None:
+    asked, actual = record.get("sparsity/density_asked"), record.get("sparsity/density_actual")
+    return actual / asked if asked and actual is not None else None
 
 
 def is_run(folder: Path) -> bool:
@@ -148,7 +197,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def read_run(folder: Path) -> Run:
     """Read a run. One that was killed is read as far as it got."""
-    header = _read_json(folder / RUN)
+    header = read_json(folder / RUN)
     if header.get("format") != FORMAT:
         raise RunError(
             f"{folder / RUN} has the format {header.get('format')!r}, not {FORMAT}: it is of another version"
@@ -156,7 +205,7 @@ def read_run(folder: Path) -> Run:
     missing = [name for name in HEADER if name not in header]
     if missing:
         raise RunError(f"{folder / RUN} lacks {', '.join(missing)}: it is damaged")
-    result: dict[str, Any] = _read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
+    result: dict[str, Any] = read_json(folder / RESULT) if (folder / RESULT).exists() else {"status": "unfinished"}
     if result.get("status") not in get_args(Status):
         raise RunError(
             f"{folder / RESULT} has the status {result.get('status')!r}: it is damaged, or of another version"
@@ -173,7 +222,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -9,14 +9,17 @@ from typing import Annotated, Optional
 import typer
 
 from gradsieve.checks import UsageError
-from gradsieve.runs import Run, find_runs, read_run
+from gradsieve.digests import find_runs, is_digest, read_run
+from gradsieve.runs import Run
 from gradsieve.training.folder import make_writable
 
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of runs, or folders that hold some; or JSON files of a lab.", metavar="RUNS..."),
+        typer.Argument(
+            help="Runs or digests of some, or folders that hold such; or JSON files of a lab.", metavar="RUNS..."
+        ),
     ],
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -28,17 +31,17 @@ def report(
 
     The page is one file that needs no network; figures (PNG, SVG) and tables (CSV, Markdown) lie beside it.
     """
-    of_lab = [path for path in runs if path.suffix == ".json"]
+    of_lab = [path for path in runs if path.suffix == ".json" and not is_digest(path)]
     if of_lab and len(of_lab) < len(runs):
         raise UsageError("a page is of runs or of a lab's JSON files, not of both: write two")
-    folder = (output or (runs[0].parent if of_lab else runs[0]) / "report").expanduser().resolve()
+    folder = (output or (runs[0].parent if runs[0].suffix == ".json" else runs[0]) / "report").expanduser().resolve()
     page = write_of_lab(runs, folder, title) if of_lab else write(read_runs(runs), folder, title)
     typer.echo(str(page))
     return 0
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    return [read_run(folder) for folder in find_runs(paths)]
+    return [read_run(path) for path in find_runs(paths)]
 
 
 def check_packages() -> None:

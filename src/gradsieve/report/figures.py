@@ -31,7 +31,8 @@ from gradsieve.report.colours import (
 )
 from gradsieve.report.curves import Array, Curve, curve, smoothed
 from gradsieve.report.drawing import new_figure
-from gradsieve.report.grouping import WARM_UP_FRACTION, WARM_UP_STEPS, Group, Section
+from gradsieve.report.grouping import Group, Section
+from gradsieve.runs import WARM_UP_FRACTION, WARM_UP_STEPS
 
 T = TypeVar("T")
 Looks: TypeAlias = Mapping[Series, Look]

@@ -16,11 +16,10 @@ from gradsieve.projection import GIGABIT, LATENCY, projected_step_seconds
 from gradsieve.report import texts
 from gradsieve.report.colours import Series, base_name, palette_place
 from gradsieve.runs import Run
+from gradsieve.runs import finite_mean as mean
 
 T = TypeVar("T")
 
-WARM_UP_STEPS = 5
-WARM_UP_FRACTION = 0.1
 DENSE = "dense"
 
 
@@ -48,17 +47,6 @@ def spread(values: Sequence[float]) -> Spread:
         return Spread(math.nan, math.nan, math.nan, math.nan, len(values))
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
     return Spread(float(np.mean(values)), deviation, min(values), max(values), len(values))
-
-
-def mean(values: Iterable[float]) -> float:
-    """The mean of the finite ones; NaN if there is none.
-
-    >>> mean([1.0, float("nan"), 3.0])
-    2.0
-    """
-    array = np.fromiter(values, dtype=np.float64)
-    finite = array[np.isfinite(array)]
-    return float(finite.mean()) if len(finite) else math.nan
 
 
 def ratio(part: float, whole: float) -> float:
@@ -127,16 +115,6 @@ class Phases(NamedTuple):
         """NaN unless the computing was measured."""
         computed = self.compute if math.isfinite(self.compute) else self.forward + self.backward
         return computed + sum(part for part in (self.select, self.rest) if math.isfinite(part))
-
-
-def warm_up(num_steps: int) -> int:
-    """Steps left out of means of times."""
-    return min(WARM_UP_STEPS, int(WARM_UP_FRACTION * num_steps))
-
-
-def steady(run: Run, name: str) -> float:
-    """The mean of a column of steps, without the warm-up."""
-    return mean(run.series(name)[warm_up(len(run.steps)) :])
 
 
 @dataclass(frozen=True)
@@ -218,11 +196,11 @@ class Group:
         return projected_step_seconds(self.phases.without_exchange, self.link_bytes, self.messages, bandwidth, LATENCY)
 
     def steady(self, name: str) -> float:
-        return mean(steady(run, name) for run in self.runs)
+        return mean(run.steady(name) for run in self.runs)
 
     def over_runs(self, name: str) -> float:
         """The mean over the steps of a run, then over the runs."""
-        return mean(mean(run.series(name)) for run in self.runs)
+        return mean(run.mean(name) for run in self.runs)
 
     def has(self, name: str) -> bool:
         return any(bool(np.isfinite(run.series(name)).any()) for run in self.runs)
@@ -230,13 +208,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Section:
-    """The runs of one task and model."""
+    """The runs of one task and model, in one setting."""
 
     task: str
     model: str
     parameters: int
     measure: Measure
     groups: tuple[Group, ...]
+    setting: str = ""
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -269,7 +248,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        return texts.printable(f"{self.task} · {self.model}")
+        return texts.printable(" · ".join(filter(None, (self.task, self.model, self.setting))))
 
     def dense(self, world: int) -> Group | None:
         return next((group for group in self.groups if group.is_dense and group.world == world), None)
@@ -306,12 +285,13 @@ def _section(runs: Sequence[Run]) -> Section:
         parameters=int(header["model"]["parameters"]),
         measure=measure_of(runs[0]),
         groups=tuple(groups),
+        setting=runs[0].setting,
     )
 
 
-def _subject(run: Run) -> tuple[str, str, int, str]:
+def _subject(run: Run) -> tuple[str, str, int, str, str]:
     model = run.header["model"]
-    return str(run.header["task"]), str(model["name"]), int(model["parameters"]), run.measure
+    return str(run.header["task"]), str(model["name"]), int(model["parameters"]), run.measure, run.setting
 
 
 def _group_key(run: Run) -> tuple[int, str, float, int, float]:

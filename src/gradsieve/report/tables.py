@@ -48,7 +48,7 @@ def _run_row(run: Run, measure: Measure, name: str) -> tuple[Cell, ...]:
         Cell(run.density, f"{run.density:g}"),
         Cell(run.world, str(run.world)),
         Cell(run.seed, str(run.seed)),
-        Cell(len(run.steps), str(len(run.steps))),
+        Cell(run.num_steps, str(run.num_steps)),
         Cell(last, measure.text(last)),
         Cell(seconds, texts.number(seconds)),
         Cell(run.error, texts.printable(run.error or "") or texts.ABSENT),

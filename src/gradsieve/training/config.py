@@ -40,7 +40,7 @@ _EPOCHS = partial(check_number, at_least=0, below=1e15)
 _COUNT = partial(check_whole, at_least=1)
 _COUNT_OR_NONE = partial(check_whole, at_least=0)
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "auto"]
 Wire = Literal["float32", "bfloat16"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
@@ -84,7 +84,11 @@ class TrainConfig:
     )
     weight_decay: float | None = _option(None, "Of the optimizer.", _NOT_NEGATIVE)
     clip: float | None = _option(None, "Largest norm of the averaged gradient.", _POSITIVE)
-    precision: Precision = _option("float32", "Of forward and backward: float32 or bfloat16.", _one_of(Precision))
+    precision: Precision = _option(
+        "float32",
+        "Of forward and backward: float32, bfloat16, or auto: bfloat16 on CUDA, float32 elsewhere.",
+        _one_of(Precision),
+    )
     scope: Scope = _option(
         "model", "What is exchanged as one: the model, or each bucket while backward goes on.", _one_of(Scope)
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradsieve.checks import UsageError
 from gradsieve.runs import is_run
+from gradsieve.training.config import TrainConfig
 from gradsieve.training.plan import Plan
 
 RUNS = Path("runs")
@@ -18,11 +19,14 @@ RUNS = Path("runs")
 
 def run_name(plan: Plan) -> str:
     """A folder name that says what a run is."""
-    density = "" if plan.config.density is None else f"-{plan.config.density!r}"
-    kind = "v" if plan.config.virtual is not None else "w"
-    return plain_name(
-        f"{plan.task.name}-{plan.config.model}-{plan.label}{density}-{kind}{plan.world}-s{plan.config.seed}"
-    )
+    return cell_name(f"{plan.task.name}-{plan.config.model}-{plan.label}", plan.config, plan.world)
+
+
+def cell_name(start: str, config: TrainConfig, world: int) -> str:
+    """A name that tells a run from the others of its grid; the method's is in the start."""
+    density = "" if config.density is None else f"-{config.density!r}"
+    kind = "v" if config.virtual is not None else "w"
+    return plain_name(f"{start}{density}-{kind}{world}-s{config.seed}")
 
 
 def plain_name(text: str) -> str:

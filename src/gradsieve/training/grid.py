@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +14,11 @@ from typing import Any, Literal
 from gradsieve.baselines import BASELINES
 from gradsieve.checks import UsageError
 from gradsieve.runs import ERROR, METRICS, RESULT, RUN, is_run, read_run
-from gradsieve.tasks import load_task
+from gradsieve.tasks import Task, load_task
 from gradsieve.training.checkpoint import checkpoint_of
 from gradsieve.training.config import TrainConfig, from_mapping, parse_method, to_mapping
 from gradsieve.training.folder import RUNS, make_writable, run_name
-from gradsieve.training.launch import launch
+from gradsieve.training.launch import Job, launch_each
 from gradsieve.training.plan import Plan
 from gradsieve.training.recorder import Sink
 from gradsieve.training.runner import checked_plan, num_workers
@@ -81,20 +83,25 @@ def make_grid(configs: Sequence[TrainConfig], output: Path | None) -> list[Cell]
     folder = (output or RUNS / f"compare-{task.name}").expanduser().resolve()
     cells: dict[str, Cell] = {}
     for config in configs:
-        plain = replace(config, output=None, checkpoint_every=config.checkpoint_every or 0)
-        plan = checked_plan(plain, num_workers(config), task)
+        plan = plan_of(config, task)
         cell = Cell(plan, folder / run_name(plan))
         if cells.setdefault(cell.name, cell).plan.config != plan.config:
             raise UsageError(
                 f"two runs of the grid would share the folder {cell.folder}: run them by grids of their own"
             )
     for cell in cells.values():
-        _check_folder(cell)
+        check_folder(cell)
     make_writable(folder)
     return list(cells.values())
 
 
-def _check_folder(cell: Cell) -> None:
+def plan_of(config: TrainConfig, task: Task) -> Plan:
+    """The plan of a run in a grid: its folder is the grid's affair, and checkpoints are written if asked for only."""
+    plain = replace(config, output=None, checkpoint_every=config.checkpoint_every or 0)
+    return checked_plan(plain, num_workers(config), task)
+
+
+def check_folder(cell: Cell) -> None:
     """A folder of that name must hold a run like that, or the beginning of one."""
     if not is_run(cell.folder):
         strange = [path for path in cell.folder.glob("*") if not path.name.startswith(OWN_FILES)]
@@ -110,16 +117,27 @@ def _check_folder(cell: Cell) -> None:
             )
 
 
-def run_grid(cells: Sequence[Cell], sinks: Callable[[Cell], Sequence[Sink]]) -> Iterator[tuple[Cell, Ended]]:
-    """Carry out what is not finished yet, run by run; one that fails does not stop the others, a Ctrl-C does."""
-    for cell in cells:
-        if cell.state == "finished":
-            yield cell, Ended(cell.folder, "finished")
-            continue
-        ended = launch(_order(cell), 1 if cell.plan.config.virtual is not None else cell.plan.world, sinks(cell))
-        yield cell, ended
-        if ended.status == "interrupted":
-            return
+def run_grid(
+    cells: Sequence[Cell], sinks: Callable[[Cell], Sequence[Sink]], at_once: int = 1
+) -> Iterator[tuple[Cell, Ended]]:
+    """Carry out what is not finished yet, so many runs at a time; one that fails does not stop the others, a Ctrl-C
+    does."""
+    unfinished = {cell.folder: cell for cell in cells if cell.state != "finished"}
+    yield from ((cell, Ended(cell.folder, "finished")) for cell in cells if cell.folder not in unfinished)
+    jobs = (_job(cell, sinks(cell), at_once) for cell in unfinished.values())
+    with closing(launch_each(jobs, at_once)) as ends:
+        for ended in ends:
+            yield unfinished[ended.folder], ended
+
+
+def _job(cell: Cell, sinks: Sequence[Sink], at_once: int) -> Job:
+    num_processes = 1 if cell.plan.config.virtual is not None else cell.plan.world
+    order = _order(cell)
+    if at_once > 1 and order.config.threads is None:
+        # each would take all cores
+        share = max(1, (os.cpu_count() or 1) // (at_once * num_processes))
+        order = replace(order, config=replace(order.config, threads=share))
+    return Job(order, num_processes, sinks)
 
 
 def _order(cell: Cell) -> Order:

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -51,21 +51,90 @@ class _PipeSink:
         """The end of the process says it."""
 
 
+class Job(NamedTuple):
+    """A run to be launched: in so many processes, heard by these sinks."""
+
+    order: Order
+    num_processes: int
+    sinks: Sequence[Sink] = ()
+
+
 def launch(order: Order, num_processes: int, sinks: Sequence[Sink] = ()) -> Ended:
     """Carry out an order in so many new processes, and wait for its end. Ctrl-C ends the run, a second one kills it."""
-    assert order.folder is not None
-    with tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch:
-        crew = _Crew()
-        with _forwarding_interrupts(crew):
-            crew.start(order, num_processes, f"file://{scratch}/meeting")
-            failure = crew.watch(sinks)
+    (ended,) = launch_each([Job(order, num_processes, sinks)])
+    return ended
+
+
+def launch_each(jobs: Iterable[Job], at_once: int = 1) -> Generator[Ended, None, None]:
+    """Carry out jobs, so many at a time, and tell of each when it ends. Ctrl-C ends those under way, and starts no
+    more; a second one kills them."""
+    fleet = _Fleet()
+    waiting = iter(jobs)
+    with tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch, _forwarding_interrupts(fleet):
+        try:
+            while True:
+                while len(fleet.crews) < at_once and not fleet.interrupted and (job := next(waiting, None)) is not None:
+                    fleet.start(job, f"file://{scratch}")
+                if not fleet.crews:
+                    return
+                for crew in fleet.watch():
+                    yield _ended(crew)
+        finally:
+            fleet.close()
+
+
+class _Fleet:
+    """The crews of the runs under way."""
+
+    def __init__(self) -> None:
+        self.crews: list[_Crew] = []
+        self.interrupted = False
+        self._started = 0
+
+    def start(self, job: Job, meetings: str) -> None:
+        crew = _Crew(job)
+        self.crews.append(crew)
+        self._started += 1
+        crew.start(f"{meetings}/meeting-{self._started}")
+
+    def watch(self) -> list[_Crew]:
+        """Hear the workers once; returns the crews that are done, which leave."""
+        owners = {pipe: crew for crew in self.crews for pipe in crew.pipes}
+        for pipe in wait(list(owners), timeout=REMINDER_SECONDS):
+            owners[cast("Connection", pipe)].hear(cast("Connection", pipe))
+        if self.interrupted:
+            self.interrupt()  # again, for a worker that was not there yet
+        done = [crew for crew in self.crews if crew.over]
+        for crew in done:
+            crew.close()
+            self.crews.remove(crew)
+        return done
+
+    def close(self) -> None:
+        """End those that whoever asked for them no longer waits for."""
+        for crew in self.crews:
+            crew.close()
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        for crew in self.crews:
+            crew.interrupt()
+
+    def kill(self) -> None:
+        for crew in self.crews:
+            crew.kill()
+
+
+def _ended(crew: _Crew) -> Ended:
+    """What became of a run whose crew is done."""
+    folder, failure = crew.folder, crew.failure
     if crew.interrupted and crew.status != "finished":
-        if not (order.folder / RESULT).exists():
-            write_result(order.folder, "interrupted", _summary_so_far(order.folder))
-        return Ended(order.folder, "interrupted")
+        if not (folder / RESULT).exists():
+            write_result(folder, "interrupted", _summary_so_far(folder))
+        return Ended(folder, "interrupted")
     if failure is not None:
-        return _failed(order.folder, failure)
-    return Ended(order.folder, crew.status)
+        return _failed(folder, failure)
+    return Ended(folder, crew.status)
 
 
 def _failed(folder: Path, failure: _Failure) -> Ended:
@@ -93,16 +162,38 @@ CAUSES = ("died", "raised", "waited")
 
 
 class _Crew:
-    """The processes of one run."""
+    """The processes of one run, watched over from their start to their end."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        assert job.order.folder is not None
+        self.folder = job.order.folder
         self.status: Status = "interrupted"
         self.interrupted = False
+        self._job = job
+        self._failures: list[_Failure] = []
+        self._deadline = math.inf
         self._pipes: dict[Connection, int] = {}
         self._done: set[int] = set()
         self._processes: list[ForkServerProcess] = []
 
-    def start(self, order: Order, num_processes: int, meeting: str) -> None:
+    @property
+    def pipes(self) -> list[Connection]:
+        """Of the workers that have not ended."""
+        return list(self._pipes)
+
+    @property
+    def over(self) -> bool:
+        """Have all ended, or had the time to, once one failed?"""
+        return not self._pipes or monotonic() >= self._deadline
+
+    @property
+    def failure(self) -> _Failure | None:
+        """The cause of a failure."""
+        failure = min(self._failures, key=lambda failure: CAUSES.index(failure.kind), default=None)
+        return None if failure is None else self._with_silent_ones(failure)
+
+    def start(self, meeting: str) -> None:
+        order, num_processes, _ = self._job
         context = multiprocessing.get_context("forkserver")
         # torch is imported once, in the server that the workers are forked from, with what optimizers import
         context.set_forkserver_preload(["gradsieve.training.session", "torch._dynamo"])
@@ -116,24 +207,11 @@ class _Crew:
                 self._pipes[ours] = rank
                 self._processes.append(process)
 
-    def watch(self, sinks: Sequence[Sink]) -> _Failure | None:
-        """Pass on what the workers tell until all have ended; returns the cause of a failure."""
-        failures: list[_Failure] = []
-        deadline = math.inf
-        try:
-            while self._pipes and monotonic() < deadline:
-                for pipe in wait(list(self._pipes), timeout=REMINDER_SECONDS):
-                    failures += self._hear(cast("Connection", pipe), sinks)
-                if failures:
-                    deadline = min(deadline, monotonic() + GRACE_SECONDS)
-                if self.interrupted:
-                    self.interrupt()  # again, for a worker that was not there yet
-        finally:
-            self.kill()
-            for sink in sinks:
-                sink.close()
-        failure = min(failures, key=lambda failure: CAUSES.index(failure.kind), default=None)
-        return None if failure is None else self._with_silent_ones(failure)
+    def close(self) -> None:
+        """Nothing is left of it."""
+        self.kill()
+        for sink in self._job.sinks:
+            sink.close()
 
     def _with_silent_ones(self, failure: _Failure) -> _Failure:
         """Those that were waited for, and did not end by themselves either, hung."""
@@ -142,7 +220,13 @@ class _Crew:
         names = ", ".join(f"worker {rank}" for rank in sorted(self._pipes.values()))
         return failure._replace(line=f"{failure.line}. No answer came from {names}")
 
-    def _hear(self, pipe: Connection, sinks: Sequence[Sink]) -> list[_Failure]:
+    def hear(self, pipe: Connection) -> None:
+        """Pass on what a worker tells; once one has failed, the others have little time left."""
+        self._failures += self._heard(pipe)
+        if self._failures:
+            self._deadline = min(self._deadline, monotonic() + GRACE_SECONDS)
+
+    def _heard(self, pipe: Connection) -> list[_Failure]:
         rank = self._pipes[pipe]
         try:
             message: _Message = pipe.recv()
@@ -153,7 +237,7 @@ class _Crew:
         if message.kind == "ended":
             self._done.add(rank)
             self.status = message.content if rank == 0 else self.status
-        for sink in sinks:
+        for sink in self._job.sinks:
             if message.kind == "start":
                 sink.start(*message.content)
             elif message.kind == "record":
@@ -222,13 +306,13 @@ def _work(order: Order, seat: Seat, pipe: Connection) -> None:
 
 
 @contextmanager
-def _forwarding_interrupts(crew: _Crew) -> Iterator[None]:
+def _forwarding_interrupts(fleet: _Fleet) -> Iterator[None]:
     """Ctrl-C asks the workers to end after their step; the second one does not ask."""
     asked = False
 
     def forward(number: int, frame: Any) -> None:  # noqa: ARG001 - the signature of a signal handler
         nonlocal asked
-        crew.kill() if asked else crew.interrupt()
+        fleet.kill() if asked else fleet.interrupt()
         asked = True
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}

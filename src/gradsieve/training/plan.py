@@ -12,7 +12,7 @@ import torch
 from gradsieve.checks import UsageError
 from gradsieve.methods import Method
 from gradsieve.tasks import Task, base_model, load_task
-from gradsieve.training.config import TrainConfig, method_label
+from gradsieve.training.config import Precision, TrainConfig, method_label
 
 PAPER_WORKERS = 4
 """Recipes give the learning rate for so many workers."""
@@ -132,7 +132,9 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
     }
     filled = {name: value for name, value in open_options.items() if getattr(config, name) is None}
     # so that the config of a run means the same wherever, and however the method was written
+    device = filled.get("device", config.device)
     fixed: dict[str, Any] = {
+        "precision": precision_on(str(device)) if config.precision == "auto" else config.precision,
         "method": method_label(method) if baseline is None else baseline.expression,
         "density": None if method.name == "dense" else method.density,
         "data": _absolute(config.data),
@@ -143,6 +145,11 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def precision_on(device: str) -> Precision:
+    """What `auto` stands for."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _absolute(path: Path | None) -> Path | None:
