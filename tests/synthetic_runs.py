@@ -193,7 +193,7 @@ class Tale:
             "comm/link_bytes": round(link),
             "comm/messages": kind.messages,
         }
-        return record | seconds | {"time/elapsed": self.elapsed}
+        return record | seconds | {"time/elapsed": self.elapsed, "time/wall": seconds["time/step"]}
 
     def evaluation(self, step: int) -> dict[str, Any]:
         part = step / self.total

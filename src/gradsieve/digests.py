@@ -31,7 +31,7 @@ FORMAT = "gradsieve digest 1"
 PARTS = ("run", "result", "steady", "steps", "evaluations")
 MOST_POINTS = 100
 DIGITS = 5
-"""Of the numbers in columns; those of the summary are whole."""
+"""Of the numbers in thinned columns; all others are whole."""
 PLACES = frozenset({"step", "epoch", "time/elapsed"})
 """Columns that say where a step is: of a block, the last one's."""
 LEFT_OUT = frozenset(
@@ -83,7 +83,7 @@ def digest_text(run: Run, study: Mapping[str, Any] | None = None) -> str:
             "summary": _finite(summarise(run.steps, run.evaluations, run.header["steps_per_epoch"])),
         },
         "steady": _finite({name: run.steady(name) for name in times}),
-        "steps": _columns(thinned(run.steps)),
+        "steps": _columns(thinned(run.steps), DIGITS),
         "evaluations": _columns(run.evaluations),
     }
     parts = [f"{json.dumps(name)}: {_part(value)}" for name, value in digest.items()]
@@ -116,19 +116,19 @@ def _block(steps: Sequence[Record], block: npt.NDArray[np.intp], name: str) -> f
     return sum(values) / len(values) if values else None
 
 
-def _columns(records: Sequence[Record]) -> dict[str, Any]:
+def _columns(records: Sequence[Record], digits: int | None = None) -> dict[str, Any]:
     names = dict.fromkeys(name for record in records for name in record)
-    return {name: _column([_rounded(record.get(name)) for record in records]) for name in names}
+    return {name: _column([_rounded(record.get(name), digits) for record in records]) for name in names}
 
 
 def _column(values: list[float | int | None]) -> Any:
     return values[0] if len(values) > 1 and len(set(values)) == 1 else values
 
 
-def _rounded(value: float | int | None) -> float | int | None:
+def _rounded(value: float | int | None, digits: int | None) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
-    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+    return value if digits is None or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
 def is_digest(path: Path) -> bool:
@@ -152,7 +152,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _found(path: Path) -> list[Path]:
-    if path.is_file():
+    if path.is_file() and path.suffix == ".json":
         return [path.resolve()]
     files = sorted(path.rglob("*.json")) if path.is_dir() and not is_run(path) else []
     has_runs = any(file.name == RUN for file in files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from gradsieve.report.colours import (
 )
 from gradsieve.report.curves import Array, Curve, curve, smoothed
 from gradsieve.report.drawing import new_figure
+from gradsieve.report.frontier import methods
 from gradsieve.report.grouping import Group, Section
 from gradsieve.runs import WARM_UP_FRACTION, WARM_UP_STEPS
 
@@ -228,13 +229,16 @@ def _over_worlds(section: Section) -> list[list[Group]]:
     return [groups for groups in judged.values() if len(groups) > 1]
 
 
-def _points_with_range(axes: Axes, section: Section, look: Look, groups: Sequence[Group], x: Sequence[float]) -> None:
+def _points_with_range(
+    axes: Axes, section: Section, look: Look, groups: Sequence[Group], x: Sequence[float], *, named: bool = True
+) -> None:
     shown, colour = section.measure.shown, look.colour.light
     low = [shown(group.final.low) for group in groups]
     high = [shown(group.final.high) for group in groups]
     means = [shown(group.final.mean) for group in groups]
     axes.vlines(x, low, high, colors=colour, linewidth=1.2, gid=look.gid, label="_range")
-    axes.plot(x, means, color=colour, linestyle=look.dash, marker=look.marker, gid=look.gid, label=look.name)
+    label = look.name if named else "_point"
+    axes.plot(x, means, color=colour, linestyle=look.dash, marker=look.marker, gid=look.gid, label=label)
 
 
 def threshold_and_error(section: Section, looks: Looks) -> Figure:
@@ -333,30 +337,50 @@ def _size_note(group: Group, dense: Group | None) -> str:
 
 
 def measure_by_bytes(section: Section, looks: Looks) -> Figure:
-    groups = _held(
-        [group for group in section.main_judged if group.wire_bytes > 0],
-        "needs evaluated runs that counted bytes",
-    )
+    """A line a method, through its densities."""
+    lines = _held(methods(section), "needs evaluated runs over several workers that counted bytes")
+    groups = [group for line in lines for group in line]
     figure, axes = _single()
     frontier = _frontier(section, groups)
     sizes, finals = zip(
-        *((group.wire_bytes, section.measure.shown(group.final.mean)) for group in frontier), strict=True
+        *((group.link_bytes, section.measure.shown(group.final.mean)) for group in frontier), strict=True
     )
     axes.step(sizes, finals, where="post", color=MUTED.light, linewidth=1, linestyle=(0, (2, 2)), label="_frontier")
-    for group in groups:
-        _points_with_range(axes, section, looks[group.series], [group], [group.wire_bytes])
-    for line in axes.lines[1:]:
-        line.set_markersize(7)
+    for line in lines:
+        of_method = looks[line[-1].series]
+        _line_of_method(axes, section, of_method, line)
+        for group in line:
+            look = replace(looks[group.series], marker=of_method.marker)
+            _points_with_range(axes, section, look, [group], [group.link_bytes], named=len(line) == 1)
+            axes.lines[-1].set_markersize(6)
     axes.set_xscale("log")
     _format_bytes(axes)
-    _label(axes, "bytes a step and worker", f"final {section.measure.axis}")
+    _label(axes, "bytes through a worker's link in a step, each way", f"final {section.measure.axis}")
     return figure
+
+
+def _line_of_method(axes: Axes, section: Section, look: Look, groups: Sequence[Group]) -> None:
+    """Through the densities of a method; dense has one, and is the level to reach."""
+    if groups[0].is_dense:
+        level = section.measure.shown(groups[0].final.mean)
+        axes.axhline(level, color=look.colour.light, linestyle=DASHED, linewidth=1.2, label="_level", gid=look.gid)
+    elif len(groups) > 1:
+        sizes = np.array([group.link_bytes for group in groups])
+        finals = np.array([section.measure.shown(group.final.mean) for group in groups])
+        axes.plot(
+            sizes,
+            finals,
+            color=look.colour.light,
+            linestyle=look.dash,
+            gid=look.gid,
+            label=texts.printable(groups[0].label),
+        )
 
 
 def _frontier(section: Section, groups: Iterable[Group]) -> list[Group]:
     """The groups that no other beats with fewer bytes."""
     best: list[Group] = []
-    for group in sorted(groups, key=lambda group: group.wire_bytes):
+    for group in sorted(groups, key=lambda group: group.link_bytes):
         if not best or section.measure.better(group.final.mean, best[-1].final.mean):
             best.append(group)
     return best
@@ -501,8 +525,10 @@ EXHIBITS = (
     Exhibit(
         "measure-by-bytes",
         "Final {measure} against bytes",
-        "Points are means over seeds, lines run from the least to the most. The dotted steps are the frontier: no "
-        "method does better with fewer bytes.",
+        "What really passes through a worker's link in a step, each way, indices and excluded parameters included. "
+        "Points are means over seeds, joined through the densities of a method, upright lines run from the least to "
+        "the most. The dashed level is dense; the dotted steps are the frontier: no method does better with fewer "
+        "bytes.",
         measure_by_bytes,
     ),
     Exhibit(

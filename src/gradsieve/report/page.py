@@ -19,6 +19,7 @@ from gradsieve.report.colours import Look, looks, style_sheet
 from gradsieve.report.drawing import figure_data, inline_svg, labels, style, write_files
 from gradsieve.report.figures import EXHIBITS, MOST_PANELS, Exhibit, Key, Looks, NothingToDrawError
 from gradsieve.report.findings import Finding, finding
+from gradsieve.report.frontier import equal_bytes_table, frontier_table
 from gradsieve.report.grouping import Section, sections
 from gradsieve.report.summary import RESULT_KEYS, TIME_KEYS, section_rows, summary_table
 from gradsieve.report.table import Cell, Column, Table
@@ -146,6 +147,13 @@ def _sheets(section: Section, prefix: str, folder: Path) -> Iterator[Sheet]:
     if any(math.isfinite(group.phases.step) for group in section.groups):
         note = "Milliseconds of the slowest worker, then projections from them to other links."
         yield Sheet(summary.only(*TIME_KEYS), "Times of a step", f"{prefix}summary", note)
+    for table, note in (
+        (frontier_table(section), "The points of the figure of bytes, with the density that there really was."),
+        (equal_bytes_table(section), "Straight between the densities that were run, over the logarithm of the bytes."),
+    ):
+        if table.rows:
+            write_table(folder / f"{prefix}{table.name}", table, table)
+            yield Sheet(table.filled(), table.title, f"{prefix}{table.name}", note)
     for make in (tables.runs_table, tables.differences_table, tables.configuration_table, tables.environment_table):
         table = make(section)
         write_table(folder / f"{prefix}{table.name}", table, table)
