@@ -83,7 +83,7 @@ def judged(told: Sequence[Case], show: Callable[[float], str], holds: Callable[[
         return None
     least, most = min(told, key=lambda case: case.value), max(told, key=lambda case: case.value)
     seeds = min(len(case.group.runs) for case in told)
-    ends = [f"{show(case.value)} ({case.name})" for case in dict.fromkeys((least, most))]
+    ends = dict.fromkeys(f"{show(case.value)} ({case.name})" for case in (least, most))
     settings = f"{texts.count(len(told), 'setting')}, {texts.count(seeds, 'seed')}"
     return Found(f"{' to '.join(ends)}; {settings}", all(holds(case.value) for case in told))
 

@@ -59,7 +59,7 @@ def compare(
         form, grids = "full" if short is False else "short", split(only or "")
         asked = Asked(study, form, options, grids, output, results, jobs)  # type: ignore[arg-type]
         return list_study(asked) if show else run_study(asked)
-    _refuse_without_study({"--short": short, "--only": only, "--list": show or None, "--results": results})
+    _refuse_without_study({"--short/--full": short, "--only": only, "--list": show or None, "--results": results})
     values = merged(read_config(config), given)
     output = values.pop("output", None)
     configs = expand(values, "the command line" if config is None else str(config))
@@ -69,4 +69,4 @@ def compare(
 def _refuse_without_study(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
-            raise UsageError(f"{name} is for a study: gradsieve compare STUDY.toml {name}")
+            raise UsageError(f"{name} is for a study: give its file, as in gradsieve compare studies/frontier.toml")

@@ -13,7 +13,7 @@ from gradsieve.cli.options import read_config
 from gradsieve.cli.running import run_cells, told
 from gradsieve.cli.summary import show_summary
 from gradsieve.digests import Digest
-from gradsieve.training.folder import RUNS
+from gradsieve.training.folder import RUNS, make_writable
 from gradsieve.training.grid import Cell
 from gradsieve.training.study import Form, Results, Study, StudyCell, form_name, make_study, planned, study_cells
 
@@ -51,6 +51,7 @@ def run_study(asked: Asked) -> int:
     standing = look(asked)
     _check_data(asked, standing)
     ready = planned(standing.open, asked.output or RUNS / standing.study.name / standing.form)
+    make_writable(standing.results.folder)
 
     def keep(cell: Cell) -> None:
         standing.results.keep(ready[cell.folder][0], cell.folder)

@@ -191,7 +191,7 @@ class Results:
 
     def keep(self, cell: StudyCell, folder: Path) -> None:
         """Write the digest of a run that has finished."""
-        make_writable(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
         about: dict[str, Any] = {"name": self._study.name, "form": self._form, "grid": cell.grid, "asked": cell.asked}
         if cell.global_batch is not None:
             about["global_batch"] = cell.global_batch
