@@ -381,7 +381,7 @@ def study_tables(study: str) -> str:
     for form in FORMS:
         found = results(study, form)
         if found:
-            parts.append("In the {} form, {} of {} runs of the first seed:\n".format(form, *state(study, form)))
+            parts.append("{} form, {} of {} runs of the first seed:\n".format(form.capitalize(), *state(study, form)))
         parts += [f"{section.title}:\n\n{_section_table(section)}" for section in found]
     return "\n".join(parts) or f"Not run yet: {command(study, 'short')}\n"
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,8 +93,10 @@ def test_odd_runs_have_digests_too(tmp_path: Path) -> None:
 
 def test_runs_of_another_setting_have_a_section_of_their_own(long: tuple[Run, Digest]) -> None:
     _, digest = long
-    found = sections([digest, replace(digest, study={"global_batch": 512})])
-    assert [section.title for section in found] == ["digits · mlp", "digits · mlp · 512 examples a step"]
+    studies: list[dict[str, Any]] = [{}, {"form": "full"}, {"form": "short"}, {"form": "short", "global_batch": 512}]
+    found = sections([replace(digest, study=study) for study in studies])
+    settings = ["", " · full form", " · short form", " · short form, 512 examples a step"]
+    assert [section.title for section in found] == [f"digits · mlp{setting}" for setting in settings]
 
 
 def test_digests_are_found_below_folders_and_by_name(tmp_path: Path) -> None:

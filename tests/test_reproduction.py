@@ -66,7 +66,7 @@ def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "1 setting, 2 seeds" in row
     assert row.endswith("| confirmed so far (2 of 6 runs) |")
     table = tables.study_tables("micro-threshold")
-    assert table.startswith("In the short form, 2 of 6 runs of the first seed:")
+    assert table.startswith("Short form, 2 of 6 runs of the first seed:")
     assert f"| {PAPER} | 4 | 0.01 |" in table
 
 

@@ -52,8 +52,9 @@ class Digest(Run):
 
     @property
     def setting(self) -> str:
-        batch = self.study.get("global_batch")
-        return "" if batch is None else f"{batch} examples a step"
+        form, batch = self.study.get("form"), self.study.get("global_batch")
+        parts = (f"{form} form" if form else "", f"{batch} examples a step" if batch else "")
+        return ", ".join(filter(None, parts))
 
     @property
     def num_steps(self) -> int:

@@ -7,7 +7,9 @@ import rich.text
 from rich.console import Console
 
 from gradsieve.cli.display import measure_text
-from gradsieve.report import RESULT_KEYS, TIME_KEYS, Table, summary_rows, summary_table
+from gradsieve.report import RESULT_KEYS, TIME_KEYS, Table, summary_table
+from gradsieve.report.grouping import sections
+from gradsieve.report.summary import section_rows
 from gradsieve.runs import ERROR, Run, read_run
 from gradsieve.training.session import Ended
 
@@ -41,10 +43,12 @@ PHASES = ("forward", "backward", "compute", "select", "exchange", "rest", "step"
 
 
 def show_summary(console: Console, runs: list[Run]) -> None:
-    """The tables of a grid: what was reached, and what a step took."""
-    table = summary_table(summary_rows(runs))
-    for title, keys in (("Results", RESULT_KEYS), ("Times of a step, slowest worker", TIME_KEYS)):
-        console.print(_drawn(title, table.only(*keys)))
+    """The tables of a grid: what was reached, and what a step took; of a study, for each model."""
+    found = sections(runs)
+    for section in found:
+        table, of = summary_table(section_rows(section)), f": {section.title}" if len(found) > 1 else ""
+        for title, keys in (("Results", RESULT_KEYS), ("Times of a step, slowest worker", TIME_KEYS)):
+            console.print(_drawn(title + of, table.only(*keys)))
 
 
 def _drawn(title: str, table: Table) -> rich.table.Table:
