@@ -9,6 +9,7 @@ import pytest
 
 from command_line import MODULE, Done, call, complaint, finish, marked, started, steps_logged, until
 from gradsieve.digests import find_runs, read_run
+from gradsieve.training.study import Results, StudyCell
 from small_runs import told
 
 STUDY = """
@@ -164,3 +165,18 @@ def test_ctrl_c_stops_all_runs_and_keeps_what_is_finished(tmp_path: Path) -> Non
     assert [read_run(run).status for run in runs[:2]] == ["interrupted"] * 2
     assert not runs[2].exists()
     assert digests(tmp_path) == [f"{NAMES[0]}.json"]
+
+
+def test_ctrl_c_between_two_runs_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small.toml").write_text(STUDY)
+    keep = Results.keep
+
+    def interrupted(results: Results, cell: StudyCell, folder: Path) -> None:
+        keep(results, cell, folder)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Results, "keep", interrupted)
+    done = call("compare", "small.toml")
+    assert done.code == 130
+    assert digests(tmp_path) == [f"{NAMES[0]}.json"]
+    assert "interrupted: start the same command again to go on" in done.out

@@ -19,7 +19,7 @@ def compare(
     given: dict[str, Any],
     study: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Argument(help="A study: a file with grids of runs, such as those in studies/.", metavar="[STUDY]"),
+        typer.Argument(help="A study: a file with grids of runs, such as those in studies/.", metavar="STUDY"),
     ] = None,
     config: Annotated[Optional[Path], typer.Option("--config", help=CONFIG_HELP)] = None,  # noqa: UP045
     short: Annotated[

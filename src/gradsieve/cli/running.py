@@ -33,7 +33,10 @@ def run_cells(
             on_finished(cell)
         elif ended.status == "failed":
             display.line(f"{cell.name} failed: {ended.error} (more in {cell.folder / ERROR})")
-    return INTERRUPTED if "interrupted" in statuses else FAILED if "failed" in statuses else 0
+    # a Ctrl-C between two runs interrupts none, but the next is not begun
+    if "interrupted" in statuses or len(statuses) < len(cells):
+        return INTERRUPTED
+    return FAILED if "failed" in statuses else 0
 
 
 def told(display: Display, code: int) -> int:
