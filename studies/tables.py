@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -131,6 +131,21 @@ def measure_to(label: str, other: str, least: float) -> Judge:
 
     def judge(found: Sequence[Section]) -> Found | None:
         return judged(cases(found, label, difference), _gain_text, lambda gain: gain >= least)
+
+    return judge
+
+
+def near_dense(label: str, least: Mapping[float, float]) -> Judge:
+    """The same against dense training, with a bound for each density."""
+
+    def beyond(section: Section, group: Group) -> float:
+        dense = next((g for g in section.groups if g.is_dense and g.world == group.world), None)
+        if dense is None or group.density not in least:
+            return math.nan
+        return _gain(section, group, dense) - least[group.density]
+
+    def judge(found: Sequence[Section]) -> Found | None:
+        return judged(cases(found, label, beyond), _gain_text, lambda gain: gain >= 0)
 
     return judge
 
@@ -308,8 +323,16 @@ CLAIMS = (
     ),
     Claim(
         "At equal density, proposals from everyone end better than one worker's for each slice.",
-        *("gradsieve", "micro-cifar10", "union ends above micro in every setting"),
-        measure_to("union", "micro", 0.0),
+        *("gradsieve", "micro-cifar10", "union without looking ahead ends above micro in every setting"),
+        measure_to("union(ahead=0.0)", "micro", 0.0),
+    ),
+    Claim(
+        "Where ranks look ahead, sparse training ends near dense training.",
+        "gradsieve",
+        "micro-cifar10",
+        "in the short form union ends at most 1.5 points below dense at density 0.01 and 5 at 0.001; obtained is what is "
+        "left of that",
+        near_dense("union", {0.01: -1.5, 0.001: -5.0}),
     ),
 )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gradsieve
 from fleet import Fleet
@@ -35,9 +36,11 @@ def examples(step: int, rank: int) -> tuple[Tensor, Tensor]:
 class Run:
     """A small regression of this rank, under a method that may look ahead."""
 
-    def __init__(self, method: gradsieve.Method, *, lr: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, method: gradsieve.Method, *, lr: float = 0.1, ddp: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         self.network = network()
-        self.ddp = DistributedDataParallel(self.network)
+        self.ddp = DistributedDataParallel(self.network, **(ddp or {}))
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=lr, momentum=0.9)
         self.sieve = gradsieve.sparsify(self.ddp, method, **({"optimizer": self.optimizer} | options))
 
@@ -166,6 +169,35 @@ def _accumulated() -> bool:
 
 def test_passes_that_add_up_look_from_one_place(fleet2: Fleet) -> None:
     assert fleet2.run(_accumulated) == [True, True]
+
+
+def _with_habit(habit: str) -> Tensor:
+    options = {"static graph": {"static_graph": True}, "unused parameters": {"find_unused_parameters": True}}
+    run = Run(gradsieve.union(density=DENSITY), ddp=options.get(habit))
+    model: Any = run.ddp
+    if habit == "compiled outside":
+        model = torch.compile(run.ddp, backend="eager")
+    elif habit == "compiled inside":
+        run.network.compile(backend="eager")
+    for step in range(6):
+        inputs, targets = examples(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        outputs = checkpoint(model, inputs, use_reentrant=False) if habit == "activation checkpoints" else model(inputs)
+        functional.mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+        run.optimizer.step()
+        with torch.no_grad():
+            model(inputs)
+    return run.parameters()
+
+
+HABITS = ["static graph", "unused parameters", "activation checkpoints", "compiled outside", "compiled inside"]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_change_nothing(habit: str, fleet2: Fleet) -> None:
+    ours, plain = fleet2.run(_with_habit, habit), fleet2.run(_with_habit, "none")
+    assert torch.equal(ours[0], ours[1])
+    torch.testing.assert_close(ours[0], plain[0], rtol=1e-5, atol=1e-6)
 
 
 def _rescaled() -> tuple[float | None, bool]:
