@@ -330,8 +330,8 @@ CLAIMS = (
         "Where ranks look ahead, sparse training ends near dense training.",
         "gradsieve",
         "micro-cifar10",
-        "in the short form union ends at most 1.5 points below dense at density 0.01 and 5 at 0.001; obtained is what is "
-        "left of that",
+        "in the short form union ends at most 1.5 points below dense at density 0.01 and 5 at 0.001; obtained is what "
+        "is left of that",
         near_dense("union", {0.01: -1.5, 0.001: -5.0}),
     ),
 )
