@@ -96,7 +96,9 @@ def sparsify(
     if sieve._lookahead is not None:
         assert optimizer is not None
         watch(sieve._lookahead, ddp_model.module, optimizer)
-        ddp_model.register_forward_pre_hook(sieve._before_forward)
+        # were it compiled with the model, parameters would not be where autograd looks for them
+        look = torch.compiler.disable(sieve._before_forward)  # type: ignore[no-untyped-call]
+        ddp_model.register_forward_pre_hook(look)
     return sieve
 
 
