@@ -21,6 +21,20 @@ settings.register_profile("gradsieve", deadline=None, max_examples=50, derandomi
 settings.load_profile("gradsieve")
 
 
+COMPARED = {"randomk", "cltk", "hard_threshold", "sidco", "deft", "gtopk", "oktopk"}
+"""Methods that ours are held against. Their laws are always tested in one process; over real processes with two ranks
+where a test is for several numbers of them, and all else where the slow tests are."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        method = str(parameters.get("name", parameters.get("variant", ""))).partition("-")[0]
+        over_processes = not {"fleets", "fleet2", "fleet3"}.isdisjoint(getattr(item, "fixturenames", ()))
+        if method in COMPARED and over_processes and parameters.get("world") != 2:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

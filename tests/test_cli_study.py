@@ -148,6 +148,7 @@ def test_a_failure_leaves_the_others_and_no_digest(tmp_path: Path) -> None:
     assert done.out.count("born under a bad star") == 2
 
 
+@pytest.mark.faults
 def test_ctrl_c_stops_all_runs_and_keeps_what_is_finished(tmp_path: Path) -> None:
     long = STUDY.replace("small_runs:task", "command_line:guided").replace("epochs = 1", "epochs = 5")
     (tmp_path / "small.toml").write_text(long)

@@ -425,8 +425,9 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_root")
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=[needs_mpi, pytest.mark.slow])],
+    [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpi)],
 )
+@pytest.mark.slow
 def test_a_launchers_workers_do_the_same_bit_for_bit(
     launcher: list[object], over_processes: Run, tmp_path: Path
 ) -> None:
@@ -585,7 +586,8 @@ def test_an_interrupt_during_the_checks_is_silent(tmp_path: Path, monkeypatch: p
     assert call("train", *SMALL, "--output", tmp_path / "run") == (130, "", "")
 
 
-@pytest.mark.parametrize("interrupt", [interrupt_group, pytest.param(interrupt_parent, marks=pytest.mark.slow)])
+@pytest.mark.faults
+@pytest.mark.parametrize("interrupt", [interrupt_group, interrupt_parent])
 def test_an_interrupt_while_the_workers_start_leaves_nothing_behind(
     interrupt: Callable[[subprocess.Popen[str]], None], tmp_path: Path
 ) -> None:

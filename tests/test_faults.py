@@ -197,6 +197,7 @@ def in_a_process(target: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
+@pytest.mark.faults
 def test_a_kill_before_any_operation_on_files_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Really killed, one process for each operation."""
     first, second = _engine(1), _engine(2)

@@ -35,6 +35,7 @@ CORE = layers_of(
     "search",
     "methods",
     "layout",
+    "ahead",
     "pipeline",
     "fused part states",
     "simulation hook",

@@ -294,6 +294,7 @@ def test_ctrl_c_reaches_all_processes_at_once_and_the_run_can_go_on(program: Pro
     assert again.steps[:-1] == run.steps
 
 
+@pytest.mark.faults
 def test_workers_whose_parent_is_killed_end_by_themselves(program: Program) -> None:
     program.wait_for_steps()
     assert len(children_of(program.process.pid)) > 0
