@@ -192,9 +192,16 @@ def test_nothing_is_left_of_a_lab_that_is_ended_at_work(number: signal.Signals, 
 
 def num_workers(owner: int) -> int:
     """Processes of a lab that measure; an agent has torchrun's name in its command line, too."""
-    lines = [Path(f"/proc/{process}/cmdline") for process in processes_of(owner)]
-    texts = [line.read_bytes() for line in lines if line.exists()]
+    texts = [command_line_of(process) for process in processes_of(owner)]
     return sum(b"gradsieve" in text and b"bench" in text and b"torch.distributed.run" not in text for text in texts)
+
+
+def command_line_of(process: int) -> bytes:
+    """Nothing, of one that is gone."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def scratch() -> set[str]:
