@@ -250,3 +250,11 @@ def test_a_run_is_named_after_what_it_is(options: dict[str, Any], name: str) -> 
 def test_small_runs_are_what_the_tests_think() -> None:
     found = plan()
     assert (found.steps_per_epoch, found.batch_size, found.world, found.epochs) == (STEPS_PER_EPOCH, BATCH, WORLD, 3)
+
+
+def test_only_sgd_can_look_ahead() -> None:
+    with pytest.raises(
+        UsageError, match=r"micro\(ahead=1.0\) looks ahead by the learning rate of sgd, and the optimizer is"
+    ):
+        plan(method="micro(ahead=1.0)", optimizer="adamw")
+    assert plan(method="union", optimizer="adamw").method.feedback.ahead is None

@@ -140,7 +140,18 @@ def make_plan(config: TrainConfig, world: int, task: Task | None = None) -> Plan
         "data": _absolute(config.data),
         "output": _absolute(config.output),
     }
-    return Plan(replace(config, **filled, **fixed), task, method, world, steps_per_epoch)
+    plan = Plan(replace(config, **filled, **fixed), task, method, world, steps_per_epoch)
+    _check_ahead(plan)
+    return plan
+
+
+def _check_ahead(plan: Plan) -> None:
+    """Before workers are started that could only refuse it."""
+    if plan.method.feedback.ahead and plan.config.optimizer != "sgd":
+        raise UsageError(
+            f"{plan.config.method} looks ahead by the learning rate of sgd, and the optimizer is "
+            f"{plan.config.optimizer}: leave ahead out, or give --optimizer sgd"
+        )
 
 
 def default_device() -> str:
