@@ -61,8 +61,8 @@ def make_network() -> nn.Module:
 
 def train(method: Method, data: Data) -> tuple[nn.Module, list[gradsieve.StepStats]]:
     model = DistributedDataParallel(make_network())
-    sieve = gradsieve.sparsify(model, method)  # the one line
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_RATE, momentum=0.9)
+    sieve = gradsieve.sparsify(model, method, optimizer=optimizer)  # the one line
     num_batches = len(data.inputs) // BATCH
     records = []
     for step in range(NUM_EPOCHS * num_batches):

@@ -38,8 +38,8 @@ class Training:
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.model = DistributedDataParallel(network)
-        self.sieve = gradsieve.sparsify(self.model, gradsieve.union(density=0.05))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.sieve = gradsieve.sparsify(self.model, gradsieve.union(density=0.05), optimizer=self.optimizer)
         self.steps_done = 0
 
     def step(self) -> None:
