@@ -17,7 +17,7 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
     # before anything imports Triton: its kernels are then run on the CPU, entry by entry
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("gradsieve", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("gradsieve", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("gradsieve")
 
 

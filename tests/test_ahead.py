@@ -44,6 +44,10 @@ class Run:
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=lr, momentum=0.9)
         self.sieve = gradsieve.sparsify(self.ddp, method, **({"optimizer": self.optimizer} | options))
 
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
     def backward(self, step: int) -> None:
         inputs, targets = examples(step, dist.get_rank())
         self.optimizer.zero_grad()
@@ -204,8 +208,7 @@ def _rescaled() -> tuple[float | None, bool]:
     run = Run(gradsieve.union(density=DENSITY), lr=0.4)
     run.train(range(3))
     before = run.sieve.residuals()
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.04
+    run.set_rate(0.04)
     run.ddp(examples(3, dist.get_rank())[0])
     after = run.sieve.residuals()
     state = run.sieve.state_dict()
@@ -225,8 +228,7 @@ def _frozen_rate() -> bool:
     run = Run(gradsieve.union(density=DENSITY), lr=0.4)
     run.train(range(3))
     before = run.sieve.residuals()
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.0
+    run.set_rate(0.0)
     run.ddp(examples(3, dist.get_rank())[0])
     return all(torch.equal(before[name], residual) for name, residual in run.sieve.residuals().items())
 

@@ -72,7 +72,7 @@ class Virtual(Engine):
         if self._reach:
             if rate != before and rate > 0 and before > 0:
                 self._simulation.rescale(before / rate)
-            self._simulation.residual_rows()  # nothing in it that was sent
+            self._simulation.residual_rows()  # the passes read them, and what was sent must not be in them
         return rate
 
     def _batch(self, step: int) -> Examples:
