@@ -106,8 +106,10 @@ class Simulation:
         return norms
 
     def residual_rows(self) -> Tensor:
-        """`[world, numel]`: every worker's residual, to be read only. The memory is the same in every step, but what was
-        sent is cleared from it by this call alone."""
+        """`[world, numel]`: every worker's residual, to be read only.
+
+        The memory is the same in every step, but what was sent is cleared from it by this call alone.
+        """
         return self._settled().acc
 
     def rescale(self, factor: float) -> None:
