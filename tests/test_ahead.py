@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,9 +38,16 @@ class Run:
     """A small regression of this rank, under a method that may look ahead."""
 
     def __init__(
-        self, method: gradsieve.Method, *, lr: float = 0.1, ddp: dict[str, Any] | None = None, **options: Any
+        self,
+        method: gradsieve.Method,
+        *,
+        lr: float = 0.1,
+        device: str = "cpu",
+        ddp: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.network = network()
+        self.device = device
+        self.network = network().to(device)
         self.ddp = DistributedDataParallel(self.network, **(ddp or {}))
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=lr, momentum=0.9)
         self.sieve = gradsieve.sparsify(self.ddp, method, **({"optimizer": self.optimizer} | options))
@@ -49,7 +57,7 @@ class Run:
             group["lr"] = rate
 
     def backward(self, step: int) -> None:
-        inputs, targets = examples(step, dist.get_rank())
+        inputs, targets = (part.to(self.device) for part in examples(step, dist.get_rank()))
         self.optimizer.zero_grad()
         functional.mse_loss(self.ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
@@ -102,6 +110,19 @@ def test_ranks_stay_alike_bit_for_bit(name: str, scope: str, fleet2: Fleet) -> N
     assert torch.equal(ours[0], ours[1])
     plain = fleet2.run(_trained, {"name": name, "density": DENSITY, "ahead": 0.0}, {"scope": scope})
     assert not torch.equal(ours[0], plain[0])
+
+
+def _trained_on(name: str, device: str) -> Tensor:
+    return Run(gradsieve.method(name, density=DENSITY, ahead=1.0), device=device).train(range(6)).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world", "backend"), [(1, "nccl"), (2, "gloo")])
+@pytest.mark.parametrize("name", ["union", "micro", "exdyna", "topk", "cltk", "iwp"])
+def test_cuda_looks_ahead_as_the_cpu_does(name: str, world: int, backend: str, fleets: Callable[[int], Fleet]) -> None:
+    first, *others = fleets(world).run(_trained_on, name, "cuda", backend=backend)
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first, fleets(world).run(_trained_on, name, "cpu")[0], rtol=1e-3, atol=1e-4)
 
 
 def test_at_density_one_it_is_dense(fleet2: Fleet) -> None:
