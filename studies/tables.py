@@ -1,6 +1,7 @@
 """Fills the tables of docs/reproduction.md from the digests in studies/results.
 
-python studies/tables.py            rewrites what stands between the marks of the page
+python studies/tables.py            hands runs on to the studies that ask for the same, and rewrites what stands between
+                                    the marks of the page
 python studies/tables.py --check    says whether the page is up to date
 """
 
@@ -23,13 +24,14 @@ from gradsieve.report.curves import Array
 from gradsieve.report.grouping import Group, Section, ratio, sections
 from gradsieve.report.summary import final_text, section_rows
 from gradsieve.report.table import Cell, Column, Table
-from gradsieve.training.study import Form, Results, make_study, study_cells
+from gradsieve.training.study import Form, Results, StudyCell, make_study, study_cells
 
 STUDIES = Path(__file__).parent
 PAGE = STUDIES.parent / "docs" / "reproduction.md"
 RESULTS = STUDIES / "results"
 FORMS: tuple[Form, ...] = ("full", "short")
 """The better one first."""
+MOST_SEEDS = 10
 NOT_RUN = "not run yet"
 
 PAPER_MICRO, PAPER_EXDYNA = "micro(control='paper')", "exdyna(control='paper')"
@@ -56,6 +58,8 @@ class Claim:
     condition: str
     judge: Judge | None = None
     """None: it cannot be tested here, and `condition` says why."""
+    forms: Sequence[Form] = FORMS
+    """Those it can be judged by, the best first."""
 
 
 class Case(NamedTuple):
@@ -333,6 +337,16 @@ CLAIMS = (
         "in the short form union ends at most 1.5 points below dense at density 0.01 and 5 at 0.001; obtained is what "
         "is left of that",
         near_dense("union", {0.01: -1.5, 0.001: -5.0}),
+        ("short",),
+    ),
+    Claim(
+        "Given time, it comes nearer still.",
+        "gradsieve",
+        "micro-cifar10",
+        "in the full form union ends at most 0.3 points below dense at density 0.01 and 1 at 0.001; obtained is what "
+        "is left of that",
+        near_dense("union", {0.01: -0.3, 0.001: -1.0}),
+        ("full",),
     ),
 )
 
@@ -342,22 +356,34 @@ def results(study: str, form: Form) -> list[Section]:
     return sections([read_run(path) for path in find_runs([folder])]) if any(folder.glob("*.json")) else []
 
 
-def best_form(study: str) -> tuple[Form, list[Section]]:
-    """The runs of a study in the better of its forms that has any."""
-    for form in FORMS:
-        found = results(study, form)
-        if found:
+def told_by(claim: Claim) -> tuple[Form, Found | None]:
+    """What the runs say of a claim, in the better of its forms that has those it needs."""
+    for form in claim.forms:
+        found = None if claim.judge is None else claim.judge(results(claim.study, form))
+        if found is not None:
             return form, found
-    return "short", []
+    return claim.forms[-1], None
+
+
+def kept(study: str, form: Form, seeds: Sequence[int] = (0,)) -> tuple[Results, list[StudyCell]]:
+    """The digests of a study, and the runs that it asks for."""
+    path = STUDIES / f"{study}.toml"
+    made = make_study(study, read_config(path), str(path))
+    return Results(RESULTS, made, form), study_cells(made, form, {"seed": list(seeds)})
 
 
 def state(study: str, form: Form) -> tuple[int, int]:
     """How many of the study's runs with its first seed are done, and how many there are."""
-    path = STUDIES / f"{study}.toml"
-    made = make_study(study, read_config(path), str(path))
-    cells = study_cells(made, form, {})
-    kept = Results(RESULTS, made, form)
-    return sum(kept.find(cell) is not None for cell in cells), len(cells)
+    digests, cells = kept(study, form)
+    return sum(digests.path(cell).exists() for cell in cells), len(cells)
+
+
+def hand_on() -> None:
+    """Give every study the runs that it shares with another."""
+    for study in sorted(path.stem for path in STUDIES.glob("*.toml")):
+        for form in FORMS:
+            digests, cells = kept(study, form, range(MOST_SEEDS))
+            digests.take_over(cells)
 
 
 def command(study: str, form: str) -> str:
@@ -372,8 +398,7 @@ def claims_table() -> str:
 def _claim_row(claim: Claim) -> list[str]:
     if claim.judge is None:
         return [claim.words, claim.source, f"needs {claim.condition}", texts.ABSENT, texts.ABSENT, "not testable here"]
-    form, found = best_form(claim.study)
-    told = claim.judge(found)
+    form, told = told_by(claim)
     obtained = texts.ABSENT if told is None else told.obtained
     return [
         claim.words,
@@ -441,9 +466,11 @@ def _table(name: str) -> str:
 
 
 def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
+    page, checks = PAGE.read_text(encoding="utf-8"), "--check" in sys.argv[1:]
+    if not checks:
+        hand_on()
     new = filled(page)
-    if "--check" in sys.argv[1:]:
+    if checks:
         print("up to date" if new == page else f"{PAGE} is not up to date: run python studies/tables.py")
         return int(new != page)
     PAGE.write_text(new, encoding="utf-8")

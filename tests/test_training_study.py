@@ -11,9 +11,20 @@ import pytest
 import small_runs
 from gradsieve.checks import UsageError
 from gradsieve.cli.options import read_config
+from gradsieve.digests import read_runs
 from gradsieve.tasks.cifar import RECIPE
 from gradsieve.training.plan import make_plan
-from gradsieve.training.study import FORMS, Form, Results, Study, StudyCell, form_name, make_study, study_cells
+from gradsieve.training.study import (
+    FORMS,
+    Form,
+    Results,
+    Study,
+    StudyCell,
+    distinct,
+    form_name,
+    make_study,
+    study_cells,
+)
 
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.toml"))
 SMALL: dict[str, Any] = {
@@ -137,6 +148,38 @@ def test_a_run_is_known_again_wherever_it_was_made(tmp_path: Path) -> None:
     assert digest.study["asked"] == cell.asked
     assert digest.summary["eval/accuracy"] > 0
     assert [path.name for path in results.folder.iterdir()] == [f"{cell.name}.json"]
+
+
+def test_a_study_takes_over_what_another_has_run(tmp_path: Path) -> None:
+    first, run = kept(tmp_path)
+    other = make_study("other", {**SMALL, "grids": {"own": {**SMALL["grids"]["one"], "global_batch": 24}}}, "other")
+    asked = study_cells(other, "short", {"batch_size": run.config.batch_size})
+    results = Results(tmp_path / "results", other, "short")
+    (tmp_path / "results" / "note" / "short").mkdir(parents=True)
+    (tmp_path / "results" / "note" / "short" / "stranger.json").write_text("{}")
+    assert [results.find(cell) is not None for cell in asked] == [False, True]
+    results.take_over(asked)
+    assert [path.name for path in results.folder.iterdir()] == ["own-micro-control-paper-0.1-v2-s0.json"]
+    ours, theirs = results.find(asked[1]), first.find(run)
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.study["name"], ours.study["grid"]) == ("other", "own")
+    assert (ours.header, ours.summary, ours.steps, ours.evaluations) == (
+        *(theirs.header, theirs.summary, theirs.steps, theirs.evaluations),
+    )
+    assert len(read_runs([first.folder, results.folder])) == 1
+
+
+def test_a_run_counts_in_every_setting_that_asks_for_it(tmp_path: Path) -> None:
+    results, run = kept(tmp_path)
+    shared_out = replace(run, grid="in-all", global_batch=24)
+    assert distinct([run, shared_out, cells()[0]]) == [run, cells()[0]]
+    Results(tmp_path / "results", small(), "short").take_over([run, shared_out])
+    assert results.path(shared_out).exists()
+    assert [run.setting for run in read_runs([tmp_path / "results"])] == [
+        "short form, 24 examples a step",
+        "short form",
+    ]
 
 
 def test_a_digest_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -87,6 +87,15 @@ def digest_text(run: Run, study: Mapping[str, Any] | None = None) -> str:
         "steps": _columns(thinned(run.steps), DIGITS),
         "evaluations": _columns(run.evaluations),
     }
+    return _text(digest)
+
+
+def retold(path: Path, study: Mapping[str, Any]) -> str:
+    """A digest as one of another study that asks for the same run."""
+    return _text(runs.read_json(path) | {"study": dict(study)})
+
+
+def _text(digest: Mapping[str, Any]) -> str:
     parts = [f"{json.dumps(name)}: {_part(value)}" for name, value in digest.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -168,6 +177,16 @@ def _found(path: Path) -> list[Path]:
 def read_run(path: Path) -> Run:
     """A run from its folder, or from its digest."""
     return read_digest(path) if path.is_file() else runs.read_run(path)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """All runs among the paths and below them. One whose digest several studies have counts once in each setting."""
+    found: dict[str, Run] = {}
+    for path in find_runs(paths):
+        run = read_run(path)
+        told_again = isinstance(run, Digest) and bool(run.study)
+        found.setdefault(json.dumps([run.header, run.setting], sort_keys=True) if told_again else str(path), run)
+    return list(found.values())
 
 
 def read_digest(path: Path) -> Digest:

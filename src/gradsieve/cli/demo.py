@@ -8,8 +8,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from gradsieve.cli.report import check_packages, read_runs, write
+from gradsieve.cli.report import check_packages, write
 from gradsieve.cli.running import run_and_show
+from gradsieve.digests import read_runs
 from gradsieve.training.folder import RUNS
 from gradsieve.training.grid import expand, make_grid
 from gradsieve.training.runner import refuse_launcher

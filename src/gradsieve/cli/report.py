@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from gradsieve.checks import UsageError
-from gradsieve.digests import find_runs, is_digest, read_run
+from gradsieve.digests import is_digest, read_runs
 from gradsieve.runs import Run
 from gradsieve.training.folder import make_writable
 
@@ -38,10 +38,6 @@ def report(
     page = write_of_lab(runs, folder, title) if of_lab else write(read_runs(runs), folder, title)
     typer.echo(str(page))
     return 0
-
-
-def read_runs(paths: list[Path]) -> list[Run]:
-    return [read_run(path) for path in find_runs(paths)]
 
 
 def check_packages() -> None:

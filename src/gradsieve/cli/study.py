@@ -15,7 +15,17 @@ from gradsieve.cli.summary import show_summary
 from gradsieve.digests import Digest
 from gradsieve.training.folder import RUNS, make_writable
 from gradsieve.training.grid import Cell
-from gradsieve.training.study import Form, Results, Study, StudyCell, form_name, make_study, planned, study_cells
+from gradsieve.training.study import (
+    Form,
+    Results,
+    Study,
+    StudyCell,
+    distinct,
+    form_name,
+    make_study,
+    planned,
+    study_cells,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ def run_study(asked: Asked) -> int:
     """Carry out the runs of a study that have no digest yet; returns the exit code."""
     standing = look(asked)
     _check_data(asked, standing)
-    ready = planned(standing.open, asked.output or RUNS / standing.study.name / standing.form)
+    ready = planned(distinct(standing.open), asked.output or RUNS / standing.study.name / standing.form)
     make_writable(standing.results.folder)
 
     def keep(cell: Cell) -> None:
@@ -59,9 +69,10 @@ def run_study(asked: Asked) -> int:
     with Display() as display:
         _introduce(display, standing)
         code = run_cells(display, [cell for _, cell in ready.values()], asked.jobs, keep)
-    digests = look(asked).done.values()
-    if digests:
-        show_summary(display.console, list(digests))
+    standing = look(asked)
+    standing.results.take_over(standing.cells)
+    if standing.done:
+        show_summary(display.console, list(standing.done.values()))
         display.line(f"a page of them: gradsieve report {standing.results.folder}")
     return told(display, code)
 

@@ -8,13 +8,15 @@ which is shared out over the workers; its `data` is a path below that of the com
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from gradsieve.checks import UsageError, nearest, shown
-from gradsieve.digests import Digest, digest_text, read_digest
+from gradsieve.digests import Digest, digest_text, is_digest, read_digest, retold
 from gradsieve.runs import read_run
 from gradsieve.tasks import Task, load_task
 from gradsieve.training.config import TrainConfig, method_label, to_mapping
@@ -165,20 +167,22 @@ def form_name(form: Form, given: Mapping[str, Any]) -> str:
 
 
 class Results:
-    """The digests of a study in one form, a file a run."""
+    """The digests of a study in one form, a file a run; beside them lie those of other studies."""
 
     def __init__(self, folder: Path, study: Study, form: str) -> None:
-        self.folder = folder.expanduser().resolve() / study.name / form
+        self._all = folder.expanduser().resolve()
+        self.folder = self._all / study.name / form
         self._study, self._form = study, form
 
     def path(self, cell: StudyCell) -> Path:
         return self.folder / f"{cell.name}.json"
 
     def find(self, cell: StudyCell) -> Digest | None:
-        """The digest of a run; one of another run under its name is refused."""
+        """The digest of a run, be it another study's; one of another run under its name is refused."""
         path = self.path(cell)
         if not path.exists():
-            return None
+            elsewhere = self._anywhere.get(_key(cell.asked))
+            return None if elsewhere is None else read_digest(elsewhere)
         digest = read_digest(path)
         found, asked = digest.study.get("asked", {}), cell.asked
         for name in sorted({*found, *asked}):
@@ -191,11 +195,37 @@ class Results:
 
     def keep(self, cell: StudyCell, folder: Path) -> None:
         """Write the digest of a run that has finished."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(cell, digest_text(read_run(folder), self._about(cell)))
+
+    def take_over(self, cells: Iterable[StudyCell]) -> None:
+        """Write what other grids and studies have of these runs in their place, too: so a study's folder is whole."""
+        for cell in cells:
+            elsewhere = self._anywhere.get(_key(cell.asked))
+            if elsewhere is not None and not self.path(cell).exists():
+                self._write(cell, retold(elsewhere, self._about(cell)))
+
+    @cached_property
+    def _anywhere(self) -> dict[str, Path]:
+        """Where there is which run, be it asked for by another grid, form or study."""
+        paths = filter(is_digest, sorted(self._all.glob("*/*/*.json")))
+        return {_key(read_digest(path).study.get("asked", {})): path for path in paths}
+
+    def _about(self, cell: StudyCell) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self._study.name, "form": self._form, "grid": cell.grid, "asked": cell.asked}
-        if cell.global_batch is not None:
-            about["global_batch"] = cell.global_batch
-        write_text(self.path(cell), digest_text(read_run(folder), about))
+        return about if cell.global_batch is None else about | {"global_batch": cell.global_batch}
+
+    def _write(self, cell: StudyCell, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.path(cell), text)
+
+
+def distinct(cells: Iterable[StudyCell]) -> list[StudyCell]:
+    """The first of those that ask for the same run."""
+    return list({_key(cell.asked): cell for cell in reversed(list(cells))}.values())[::-1]
+
+
+def _key(asked: Mapping[str, Any]) -> str:
+    return json.dumps(asked, sort_keys=True)
 
 
 def planned(cells: Sequence[StudyCell], folder: Path) -> dict[Path, tuple[StudyCell, Cell]]:
