@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import small_runs
 from gradsieve.checks import UsageError
@@ -211,7 +212,20 @@ def test_their_learning_rate_is_the_published_one() -> None:
     assert places == pytest.approx([0.4, 0.4, 0.04])
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "float32"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
-def test_precision_goes_by_the_device(device: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "capabilities", "precision"),
+    [
+        ("cpu", {}, "float32"),
+        ("cpu", {"avx512_bf16": False, "avx512_f": True}, "float32"),
+        ("cpu", {"avx512_bf16": True}, "bfloat16"),
+        ("cpu", {"amx_bf16": True}, "bfloat16"),
+        ("cuda", {}, "bfloat16"),
+        ("cuda:1", {}, "bfloat16"),
+    ],
+)
+def test_precision_goes_by_the_device(
+    device: str, capabilities: dict[str, bool], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     config = replace(cells()[0].config, precision="auto", device=device)
     assert make_plan(config, 2, small_runs.task).config.precision == precision

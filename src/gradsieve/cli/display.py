@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,37 @@ FAILED, INTERRUPTED = 1, 130
 MOST_BARS = 12
 PLAIN_WIDTH = 200
 """Of what goes to a file or a pipe, where nobody knows the width."""
+LONG = 15 * 60.0
+"""Seconds still to go of which a word is said."""
+ENOUGH = 3, 20.0
+"""Steps, and seconds, after which the time to go is told."""
+
+
+class Pace:
+    """How long so many steps will take, by those done so far."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._left = num_steps
+        self._done = 0
+        self._began: float | None = None
+
+    def skip(self, steps: int) -> None:
+        """Those were done before."""
+        self._left -= steps
+
+    def step(self) -> None:
+        """One is over. The first is not counted: before it things were made ready."""
+        if self._began is None:
+            self._began = monotonic()
+        else:
+            self._done += 1
+        self._left -= 1
+
+    def seconds_to_go(self) -> float | None:
+        """None as long as there is too little to tell by."""
+        since = 0.0 if self._began is None else monotonic() - self._began
+        steps, seconds = ENOUGH
+        return None if self._done < steps or since < seconds else since / self._done * self._left
 
 
 class Display:
@@ -37,6 +69,8 @@ class Display:
         )
         self._overall: TaskID | None = None
         self._num_runs = 1
+        self._pace: Pace | None = None
+        self._warned = False
 
     def __enter__(self) -> Display:
         self._bars.start()
@@ -51,9 +85,10 @@ class Display:
     def live(self) -> bool:
         return not self._bars.disable
 
-    def expect(self, num_runs: int) -> None:
-        """Show a bar for so many runs in all."""
+    def expect(self, num_runs: int, num_steps: int) -> None:
+        """Show a bar for so many runs in all, of so many steps together."""
         self._num_runs = num_runs
+        self._pace = Pace(num_steps)
         self._overall = self._bars.add_task("all runs", total=num_runs, news="")
 
     def advance(self) -> None:
@@ -65,7 +100,25 @@ class Display:
         return RunDisplay(self, name)
 
     def bar(self, name: str, total: int, done: int) -> TaskID:
+        if self._pace is not None:
+            self._pace.skip(done)
         return self._bars.add_task(name, total=total, completed=done, news="")
+
+    def step(self) -> None:
+        """A step of some run is over. Says once if it will be long before all are."""
+        if self._pace is None or self._overall is None:
+            return
+        self._pace.step()
+        to_go = self._pace.seconds_to_go()
+        if to_go is None:
+            return
+        self._bars.update(self._overall, news=f"about {duration(to_go)} to go")
+        if not self._warned and to_go > LONG:
+            self.line(
+                f"about {duration(to_go)} to go at this pace; it can be stopped and started again, or have fewer "
+                "methods, densities, epochs or --steps"
+            )
+        self._warned = True
 
     def judged(self, name: str, place: str, figure: str) -> None:
         """An evaluation; where there are no bars and no other runs, it gets a line."""
@@ -110,11 +163,24 @@ class RunDisplay:
         else:
             loss, density = _short(record["train/loss"]), _short(record["sparsity/density_actual"])
             self._news = f"loss {loss}  density {density}"
+            self._display.step()
         self._display.update(self._bar, int(record["step"] or 0), f"{self._news}  {self._judged}")
 
     def close(self) -> None:
         if self._measure:
             self._display.ended(self._bar, self._name, self._judged)
+
+
+def duration(seconds: float) -> str:
+    """A time in words, to one or two digits.
+
+    >>> [duration(seconds) for seconds in (20, 100, 5000, 40_000, 400_000)]
+    ['20 s', '2 min', '83 min', '11 h', '5 days']
+    """
+    for unit, size, most in (("s", 1, 90), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < most * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
 
 
 def measure_text(measure: Mapping[str, Any], value: float | None) -> str:

@@ -8,6 +8,7 @@ from gradsieve.cli.display import FAILED, INTERRUPTED, Display
 from gradsieve.cli.summary import show_summary
 from gradsieve.runs import ERROR, read_run
 from gradsieve.training.grid import Cell, run_grid
+from gradsieve.training.recorder import Sink
 
 
 def run_and_show(cells: list[Cell], at_once: int = 1) -> int:
@@ -24,9 +25,14 @@ def run_cells(
     display: Display, cells: Sequence[Cell], at_once: int, on_finished: Callable[[Cell], None] = lambda _: None
 ) -> int:
     """Carry out runs, so many at a time; `on_finished` hears of each that is whole. Returns the exit code."""
-    display.expect(len(cells))
+    display.expect(len(cells), sum(cell.plan.total_steps for cell in cells if cell.state != "finished"))
+    models = {cell.plan.config.model for cell in cells}
     statuses = []
-    for cell, ended in run_grid(cells, lambda cell: [display.sink(cell.title)], at_once):
+
+    def sinks(cell: Cell) -> list[Sink]:
+        return [display.sink(cell.title if len(models) == 1 else f"{cell.plan.config.model}, {cell.title}")]
+
+    for cell, ended in run_grid(cells, sinks, at_once):
         statuses.append(ended.status)
         display.advance()
         if ended.status == "finished":

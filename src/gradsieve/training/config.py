@@ -86,7 +86,7 @@ class TrainConfig:
     clip: float | None = _option(None, "Largest norm of the averaged gradient.", _POSITIVE)
     precision: Precision = _option(
         "float32",
-        "Of forward and backward: float32, bfloat16, or auto: bfloat16 on CUDA, float32 elsewhere.",
+        "Of forward and backward: float32, bfloat16, or auto: bfloat16 where the device multiplies it, else float32.",
         _one_of(Precision),
     )
     scope: Scope = _option(
