@@ -12,7 +12,7 @@ import pytest
 import tables
 from gradsieve.digests import digest_text, find_runs, read_run
 from gradsieve.report.grouping import Section, sections
-from gradsieve.report.texts import times
+from gradsieve.report.texts import percent, times
 from synthetic_runs import Plan, make_runs
 
 PAPER = tables.PAPER_MICRO
@@ -68,6 +68,22 @@ def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     table = tables.study_tables("micro-threshold")
     assert table.startswith("Short form, 2 of 6 runs of the first seed:")
     assert f"| {PAPER} | 4 | 0.01 |" in table
+
+
+def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "state", lambda *_: (1, 2))
+    (tmp_path / "phases").mkdir()
+    found = made(Plan("micro"), Plan("topk"))
+    (tmp_path / "phases" / "short").mkdir()
+    for path in tmp_path.glob("*.json"):
+        path.rename(tmp_path / "phases" / "short" / path.name)
+    (row,) = [line for line in tables.study_tables("phases").splitlines() if line.startswith("| micro ")]
+    (group,) = [group for group in found[0].groups if group.label == "micro"]
+    share = group.phases.select / group.phases.step
+    assert f"{percent(share)} | 1 |" in row
+    assert told(tables.share_of_step(["micro"], "time/select", share * 1.01), found).holds
+    assert not told(tables.share_of_step(["micro", "topk"], "time/select", share * 0.99), found).holds
 
 
 def test_densities_are_judged(made: Made) -> None:
