@@ -105,7 +105,7 @@ def test_a_row_may_have_a_wire_and_a_scope_of_its_own() -> None:
     methods = ("micro", "micro(wire=bfloat16)", "union(scope=bucket, wire=float32, density=0.1)")
     names = [contender.name for contender in StepSetting(**SMALL | {"methods": methods}).contenders()]
     assert names[2:] == ["micro", "micro, bfloat16", "union at 0.1, float32, bucket"]
-    with pytest.raises(UsageError, match="wire must be one of 'float32', 'bfloat16', not 'int8'"):
+    with pytest.raises(UsageError, match="wire must be one of 'float32', 'bfloat16', 'float8', not 'int8'"):
         StepSetting(**SMALL | {"methods": ("micro(wire=int8)",)})
 
 
@@ -163,7 +163,7 @@ def test_expressions_make_contenders() -> None:
         ({"warmup": -1}, "warmup must be at least 0, not -1"),
         ({"parameters": 0}, "parameters must be at least 1, not 0"),
         ({"model": "resnet18"}, "--parameters and --model exclude one another"),
-        ({"wire": "int8"}, "wire must be one of 'float32', 'bfloat16', not 'int8'"),
+        ({"wire": "int8"}, "wire must be one of 'float32', 'bfloat16', 'float8', not 'int8'"),
         ({"scope": "layer"}, "scope must be one of 'model', 'bucket', not 'layer'"),
         ({"methods": ("micron",)}, "unknown 'micron'; did you mean 'micro'"),
         ({"methods": ("micro(colour=1)",)}, "micro() has no option 'colour'"),

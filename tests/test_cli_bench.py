@@ -112,7 +112,7 @@ def test_kernels_as_json_alone() -> None:
         ("step --parameters many", "Invalid value for '--parameters'"),
         ("step --model resnet", "unknown model 'resnet'"),
         ("step --methods nope", "--methods: unknown 'nope'"),
-        ("step --wire int8", "wire must be one of 'float32', 'bfloat16', not 'int8'"),
+        ("step --wire int8", "wire must be one of 'float32', 'bfloat16', 'float8', not 'int8'"),
         ("step --scope all", "scope must be one of 'model', 'bucket', not 'all'"),
         ("step --device tpu", "device must be cpu, cuda or cuda:N, not 'tpu'"),
         ("step --device cuda", "device cuda is not here"),

@@ -152,7 +152,7 @@ def write_cifar10(folder: Path) -> None:
         ("--schedule sometimes", "schedule must be 'step' or 'cosine' or 'constant', not 'sometimes'"),
         ("--optimizer adam", "optimizer must be 'sgd' or 'adamw', not 'adam'"),
         ("--precision float16", "precision must be 'float32' or 'bfloat16' or 'auto', not 'float16'"),
-        ("--wire float16", "wire must be 'float32' or 'bfloat16', not 'float16'"),
+        ("--wire float16", "wire must be 'float32' or 'bfloat16' or 'float8', not 'float16'"),
         ("--eval-every nan", "eval_every must be"),
         ("--checkpoint-every=-1", "checkpoint_every must be at least 0, not -1"),
         ("--threads 0", "threads must be at least 1, not 0"),

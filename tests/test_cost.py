@@ -39,7 +39,7 @@ def test_more_bandwidth_or_less_latency_never_costs_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "float8"])
 def test_one_worker_sends_nothing(name: str, scope: str, wire: str) -> None:
     alone = predict(name, replace(LOAD, world=1, scope=scope, wire=wire), LINK, CPU)
     assert alone.link_bytes == alone.exchange_seconds == 0
@@ -87,10 +87,11 @@ def test_bytes_are_those_of_real_steps(name: str) -> None:
         assert found.wire_bytes == pytest.approx(stats.wire_bytes, rel=0.1)
 
 
-def test_half_the_bits_of_values() -> None:
-    whole, half = (predict("micro", replace(LOAD, wire=wire), LINK, CPU) for wire in ("float32", "bfloat16"))
-    values = 2 * LOAD.target * 3 / 2
-    assert whole.link_bytes - half.link_bytes == pytest.approx(values, rel=0.01)
+@pytest.mark.parametrize(("wire", "saved"), [("bfloat16", 2), ("float8", 3)])
+def test_fewer_bits_of_values(wire: str, saved: int) -> None:
+    whole, fewer = (predict("micro", replace(LOAD, wire=name), LINK, CPU) for name in ("float32", wire))
+    values = saved * LOAD.target * 3 / 2
+    assert whole.link_bytes - fewer.link_bytes == pytest.approx(values, rel=0.01)
 
 
 def test_density_one_sends_everything() -> None:

@@ -23,6 +23,7 @@ from gradsieve.fused import FusedWorker, make_worker
 from gradsieve.kernels.dispatch import Path
 from gradsieve.layout import Layout, Slot, fewer_than_two_dimensions
 from gradsieve.pipeline import PendingStats, Worker
+from gradsieve.rounding import WIRES
 from gradsieve.types import Setup, Span
 from kernel_place import DEVICE, MARKS, assert_same_bits
 from twins import METHODS, PATHS, assert_same_records, plain_state
@@ -168,8 +169,9 @@ def test_gradients_of_16_bits_come_in_buckets_too() -> None:
     assert_same_bits(*(crew.residual for crew in crews))
 
 
-def test_where_values_travel_as_bfloat16_ranks_agree_and_mass_is_conserved() -> None:
-    crew = Crew("triton", gradsieve.union(density=0.05), 3, wire=torch.bfloat16)
+@pytest.mark.parametrize("wire", ["bfloat16", "float8"])
+def test_where_values_travel_in_few_bits_ranks_agree_and_mass_is_conserved(wire: str) -> None:
+    crew = Crew("triton", gradsieve.union(density=0.05), 3, wire=WIRES[wire])
     held = crew.residual
     for gradients in noises(3, 3):
         accumulated = held + gradients

@@ -63,25 +63,27 @@ def test_hook_equals_simulation(name: str, world: int, fleets: Callable[[int], F
         assert stats.support == trace.stats[-1].support
 
 
-def _trained_in_bfloat16(
-    variants: list[str], device: str = "cpu"
+def _trained_in_few_bits(
+    variants: list[str], wire: str, device: str = "cpu"
 ) -> dict[str, tuple[Tensor, Tensor, StepStats | None]]:
     outcomes = {}
     for variant in variants:
-        model, sieve = sparsified(make(variant), device=device, wire="bfloat16", on_nonfinite="propagate")
+        model, sieve = sparsified(make(variant), device=device, wire=wire, on_nonfinite="propagate")
         means = torch.stack(averaged(model, STEPS)).cpu()
         outcomes[variant] = means, flat(list(sieve.residuals().values())).cpu(), sieve.stats
     return outcomes
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_in_bfloat16_the_hook_equals_simulation_to_the_bit(world: int, fleets: Callable[[int], Fleet]) -> None:
+@pytest.mark.parametrize(("world", "wire"), [(1, "bfloat16"), (2, "float8"), (3, "bfloat16")])
+def test_in_few_bits_the_hook_equals_simulation_to_the_bit(
+    world: int, wire: str, fleets: Callable[[int], Fleet]
+) -> None:
     """Sums are made in one order everywhere."""
     # but a norm is not
     variants = [variant for variant in toys.VARIANTS if variant != "dgc-clipped"]
-    ranks, given = fleets(world).run(_trained_in_bfloat16, variants), stacked_gradients(STEPS, world)
+    ranks, given = fleets(world).run(_trained_in_few_bits, variants, wire), stacked_gradients(STEPS, world)
     for variant in variants:
-        trace = gradsieve.simulate(make(variant), given, parameters=flat_parameters(), shapes=SHAPES, wire="bfloat16")
+        trace = gradsieve.simulate(make(variant), given, parameters=flat_parameters(), shapes=SHAPES, wire=wire)
         for rank, outcomes in enumerate(ranks):
             means, residual, stats = outcomes[variant]
             assert torch.equal(means, trace.mean), variant
@@ -91,12 +93,14 @@ def test_in_bfloat16_the_hook_equals_simulation_to_the_bit(world: int, fleets: C
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("world", "backend"), [(1, "nccl"), (2, "gloo"), (3, "gloo")])
-def test_so_it_does_on_cuda(world: int, backend: str, fleets: Callable[[int], Fleet]) -> None:
+@pytest.mark.parametrize(
+    ("world", "backend", "wire"), [(1, "nccl", "float8"), (2, "gloo", "bfloat16"), (3, "gloo", "float8")]
+)
+def test_so_it_does_on_cuda(world: int, backend: str, wire: str, fleets: Callable[[int], Fleet]) -> None:
     variants, given = ["dense", "topk", "cltk", "micro"], stacked_gradients(STEPS, world).cuda()
-    ranks = fleets(world).run(_trained_in_bfloat16, variants, "cuda", backend=backend)
+    ranks = fleets(world).run(_trained_in_few_bits, variants, wire, "cuda", backend=backend)
     for variant in variants:
-        trace = gradsieve.simulate(make(variant), given, shapes=SHAPES, wire="bfloat16")
+        trace = gradsieve.simulate(make(variant), given, shapes=SHAPES, wire=wire)
         for rank, outcomes in enumerate(ranks):
             means, residual, _ = outcomes[variant]
             assert torch.equal(means, trace.mean.cpu()), variant
@@ -590,7 +594,7 @@ def test_misuse_gets_an_error_that_says_what_to_do(fleet2: Fleet) -> None:
         "nothing": "ValueError: all 2 trainable parameters are excluded or empty",
         "double": "TypeError: parameter 'weights.0' is torch.float64; gradients may be",
         "residual": "ValueError: residual_dtype must be one of",
-        "wire": "ValueError: wire must be one of 'float32', 'bfloat16', not 'float16'",
+        "wire": "ValueError: wire must be one of 'float32', 'bfloat16', 'float8', not 'float16'",
         "broadcasters": "ValueError: num_broadcasters=3, but there are only 2 ranks",
     }
     for messages in fleet2.run(_misuse):

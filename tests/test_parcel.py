@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked
+from gradsieve.rounding import FLOAT8
 from gradsieve.wire import Shape, WireError
 
 NUMEL = 40
@@ -28,23 +29,23 @@ def spread(sparse: Entries) -> Tensor:
 def test_entries_arrive_as_they_were_sent(indices: list[int], more: int, start: int, dtype: torch.dtype) -> None:
     shape, sent = Shape.of(len(indices) + more, NUMEL), entries(indices, torch.randn(len(indices)), dtype)
     sent = sent._replace(indices=sent.indices + start)
-    message = packed(sent, start, shape)
+    message = packed(sent, start, shape, dtype)
     assert len(message) == num_bytes(shape, dtype)
     arrived = unpacked(message, shape, dtype, start=start, stop=start + NUMEL)
     assert torch.equal(arrived.indices, sent.indices)
-    assert torch.equal(arrived.values, sent.values)
-    assert arrived.values.dtype == dtype
+    assert torch.equal(arrived.values, sent.values.to(arrived.values.dtype))
+    assert arrived.values.dtype == torch.promote_types(dtype, torch.float32)
 
 
 def test_padding_is_zero_and_not_what_lay_in_memory() -> None:
-    message = packed(entries([3], [1.0]), 0, Shape.of(4, NUMEL))
+    message = packed(entries([3], [1.0]), 0, Shape.of(4, NUMEL), torch.float32)
     assert not message[-12:].any()
 
 
 def test_an_index_outside_the_stretch_is_refused() -> None:
     shape = Shape.of(2, NUMEL)
     with pytest.raises(WireError, match="indices from 3 to 30, outside 10:40"):
-        unpacked(packed(entries([3, 30], [1.0, 2.0]), 0, shape), shape, torch.float32, start=10, stop=40)
+        unpacked(packed(entries([3, 30], [1.0, 2.0]), 0, shape, torch.float32), shape, torch.float32, start=10, stop=40)
 
 
 @given(parts=st.lists(some_indices, min_size=1, max_size=4))
@@ -55,11 +56,14 @@ def test_a_sum_has_each_index_once(parts: list[list[int]]) -> None:
     torch.testing.assert_close(spread(total), torch.stack([spread(part) for part in given]).sum(0))
 
 
-def test_what_travels_in_fewer_bits_and_what_stays_are_the_whole() -> None:
-    whole = entries(list(range(NUMEL)), torch.randn(NUMEL))
-    sent, stays = travelling(whole, torch.bfloat16)
-    assert sent.values.dtype == torch.bfloat16
+@pytest.mark.parametrize("wire", [torch.bfloat16, FLOAT8], ids=str)
+def test_what_travels_in_fewer_bits_and_what_stays_are_the_whole(wire: torch.dtype) -> None:
+    whole, shape = entries(list(range(NUMEL)), torch.randn(NUMEL)), Shape.of(NUMEL, NUMEL)
+    sent, stays = travelling(whole, wire)
     assert torch.equal(spread(sent) + spread(stays), spread(whole))
+    message = packed(sent, 0, shape, wire)
+    assert len(message) == num_bytes(shape, wire) < num_bytes(shape, torch.float32)
+    assert torch.equal(unpacked(message, shape, wire).values, sent.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -38,6 +38,7 @@ def test_seeds_make_a_group_and_densities_worlds_and_variants_do_not(section_of:
         replace(SHORT, density=0.001),
         replace(SHORT, world=8),
         replace(SHORT, label="micro(control='paper')"),
+        replace(SHORT, extra=(("wire", "float8"), ("scope", "bucket"))),
     )
     groups = {(group.label, group.density, group.world): [run.seed for run in group.runs] for group in section.groups}
     assert groups == {
@@ -45,6 +46,7 @@ def test_seeds_make_a_group_and_densities_worlds_and_variants_do_not(section_of:
         ("micro", 0.01, 8): [0],
         ("micro", 0.001, 4): [0],
         ("micro(control='paper')", 0.01, 4): [0],
+        ("micro, float8, bucket", 0.01, 4): [0],
     }
 
 

@@ -316,7 +316,7 @@ GIVEN = torch.randn(2, 2, 100)
         (
             lambda: simulate(gradsieve.topk(), GIVEN, wire="float16"),
             ValueError,
-            "wire must be one of 'float32', 'bfloat16', not 'float16'",
+            "wire must be one of 'float32', 'bfloat16', 'float8', not 'float16'",
         ),
         (lambda: simulate(gradsieve.iwp(num_broadcasters=3), GIVEN), ValueError, "there are only 2 ranks"),
     ],

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.collectives import Collectives
 from gradsieve.exchange import Exchange, averaged_beside
-from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked
+from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked, wire_of
 from gradsieve.types import Proposal, Reduced, View
 from gradsieve.wire import Shape
 
@@ -77,7 +77,7 @@ class _Climb:
         self._collectives = collectives
         self._sums = entries_of(view.acc, picked)
         self._dtype = self._sums.values.dtype
-        self._wire = self._dtype if view.wire == torch.float32 else view.wire
+        self._wire = wire_of(self._sums, view.wire)
         self._shape = Shape.of(view.step.target, view.step.numel)
         self._num_bytes = num_bytes(self._shape, self._wire)
         self.stayed: list[Entries] = []
@@ -111,7 +111,7 @@ class _Climb:
     def _message(self) -> Tensor:
         entries, rest = travelling(self._sums, self._view.wire)
         self.stayed.append(rest)
-        return packed(entries, 0, self._shape)
+        return packed(entries, 0, self._shape, self._wire)
 
     def _take(self, message: Tensor) -> None:
         arrived = unpacked(message, self._shape, self._wire, stop=self._view.step.numel)

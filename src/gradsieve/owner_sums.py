@@ -19,7 +19,7 @@ from torch import Tensor
 from gradsieve import control, kernels
 from gradsieve.collectives import Collectives
 from gradsieve.exchange import Exchange, averaged_beside
-from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked
+from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked, wire_of
 from gradsieve.types import Owners, Proposal, Reduced, Step, View
 from gradsieve.wire import Shape
 
@@ -152,11 +152,11 @@ async def _added_up(
     entries: Entries, borders: tuple[int, ...], parcels: _Parcels, view: View, collectives: Collectives
 ) -> Entries:
     """What all ranks picked in this rank's stretch, added up in the order of ranks."""
-    device, dtype = entries.indices.device, entries.values.dtype
+    device, dtype = entries.indices.device, wire_of(entries, view.wire)
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     parts = map(Entries, *(torch.split(each, parcels.leaving) for each in entries))
     pieces = [
-        packed(part, start, Shape.of(len(part.indices), stop - start)) if len(part.indices) else nothing
+        packed(part, start, Shape.of(len(part.indices), stop - start), dtype) if len(part.indices) else nothing
         for part, (start, stop) in zip(parts, pairwise(borders), strict=True)
     ]
     start, stop = borders[view.step.rank : view.step.rank + 2]
@@ -179,9 +179,9 @@ async def _shared(
     """The kept sums of all owners, ascending, as they stand side by side."""
     if max(quotas) == 0:
         return own
-    stretches, dtype = list(pairwise(borders)), own.values.dtype
+    stretches, dtype = list(pairwise(borders)), wire_of(own, view.wire)
     shape = Shape.of(max(quotas), max(stop - start for start, stop in stretches))
-    message = packed(own, borders[view.step.rank], shape)
+    message = packed(own, borders[view.step.rank], shape, dtype)
     messages = await collectives.all_gather(message, "kept sums")
 
     def unpack() -> Entries:

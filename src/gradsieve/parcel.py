@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsieve import kernels, wire
-from gradsieve.rounding import rounded
+from gradsieve import kernels, rounding, wire
 from gradsieve.wire import Shape
 
 
@@ -33,31 +32,39 @@ def entries_of(acc: Tensor, indices: Tensor) -> Entries:
 
 
 def travelling(entries: Entries, dtype: torch.dtype) -> tuple[Entries, Entries]:
-    """The entries in the type that they travel as, and what of them that leaves out, which is for the residual."""
+    """The entries as they are once they have travelled as `dtype`, and what of them that leaves out, which is for the
+    residual."""
     if dtype == torch.float32:  # or the type that they are in, if it has more bits
         return entries, Entries(entries.indices[:0], entries.values[:0])
-    nearest, rest = rounded(entries.values, dtype)
+    message, rest = rounding.rounded(entries.values, dtype)
+    nearest = rounding.decoded(message, dtype, entries.values.dtype)
     return entries._replace(values=nearest), entries._replace(values=rest)
 
 
 def num_bytes(shape: Shape, dtype: torch.dtype) -> int:
     """Of a message: no longer where it holds fewer entries."""
-    return shape.num_bytes + shape.most * dtype.itemsize
+    return shape.num_bytes + rounding.num_bytes(shape.most, dtype)
 
 
-def packed(entries: Entries, start: int, shape: Shape) -> Tensor:
-    """A message of entries that lie in the stretch from `start` on."""
+def packed(entries: Entries, start: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """A message of entries that lie in the stretch from `start` on and whose values are numbers of the type `dtype`."""
     values = entries.values.new_zeros(shape.most)
     values[: len(entries.values)] = entries.values
-    return torch.cat([wire.encode(entries.indices, start, shape), values.view(torch.uint8)])
+    return torch.cat([wire.encode(entries.indices, start, shape), rounding.encoded(values, dtype).view(torch.uint8)])
 
 
 def unpacked(message: Tensor, shape: Shape, dtype: torch.dtype, *, start: int = 0, stop: int | None = None) -> Entries:
-    """The entries in a message; refused as `wire.decode` does."""
+    """The entries in a message, with values of at least float32; refused as `wire.decode` does."""
     indices = wire.decode(message[: shape.num_bytes], shape, start=start, stop=stop).indices
     # copied, because a view in numbers must begin at a multiple of their size
-    values = message[shape.num_bytes :].clone().view(dtype)
+    stored = message[shape.num_bytes :].clone().view(torch.uint8 if dtype == rounding.FLOAT8 else dtype)
+    values = rounding.decoded(stored, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     return Entries(indices, values[: len(indices)])
+
+
+def wire_of(entries: Entries, dtype: torch.dtype) -> torch.dtype:
+    """What the values of entries really travel as, where `dtype` is asked for."""
+    return entries.values.dtype if dtype == torch.float32 else dtype
 
 
 def summed(parts: Sequence[Entries], dtype: torch.dtype) -> Entries:

@@ -48,6 +48,9 @@ WARM_UP_STEPS = 5
 WARM_UP_FRACTION = 0.1
 """What is left out of means of times: so many steps, or this part of them, whichever is less."""
 
+USUAL_WAYS = ("wire", "float32"), ("scope", "model")
+"""How methods travel unless they are asked to otherwise."""
+
 HEADER = ("label", "density", "world", "task", "measure", "model", "steps_per_epoch", "config", "provenance")
 """What `run.json` must say."""
 
@@ -80,8 +83,9 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method's name, with the options that are not the defaults: `micro(control='paper')`."""
-        return str(self.header["label"])
+        """The method's name, with the options and ways that are not the defaults: `micro(control='paper'), float8`."""
+        ways = [str(self.config[way]) for way, usual in USUAL_WAYS if self.config.get(way, usual) != usual]
+        return ", ".join([str(self.header["label"]), *ways])
 
     @property
     def density(self) -> float:

@@ -300,7 +300,7 @@ def simulate(
     `gradients` is a tensor `[steps, world, numel]` or an iterable of `[world, numel]`, on CPU or CUDA. `parameters`,
     for methods that look at them, is a flat tensor or an iterable with one per step. `shapes` are the shapes (or
     sizes) of the model's tensors, in order, for methods that know layers. `wire="bfloat16"` sends values in half the
-    bits, and what rounding leaves out stays in the residual.
+    bits, `"float8"` in a quarter, and what rounding leaves out stays in the residual.
 
         >>> import torch, gradsieve
         >>> trace = gradsieve.simulate(gradsieve.micro(density=0.01), torch.randn(5, 4, 1000))

@@ -16,7 +16,9 @@ from gradsieve.weights import Weights
 Indices: TypeAlias = Tensor | slice
 ALL = slice(None)
 
-WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType({"wire": ("float32", "bfloat16"), "scope": ("model", "bucket")})
+WAYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"wire": ("float32", "bfloat16", "float8"), "scope": ("model", "bucket")}
+)
 """How any method's exchange may run, as options of `sparsify`; the first is the default."""
 
 

@@ -49,7 +49,7 @@ Model = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--model", help=f"Take the shapes of this model's parameters. Default: {DEFAULT_MODEL}."),
 ]
-Wire = Annotated[str, typer.Option("--wire", help="How values travel: float32 or bfloat16.")]
+Wire = Annotated[str, typer.Option("--wire", help="How values travel: float32, bfloat16 or float8.")]
 Scope = Annotated[str, typer.Option("--scope", help="One exchange for the model, or one per bucket.")]
 Json = Annotated[
     Optional[str],  # noqa: UP045

@@ -17,6 +17,7 @@ from gradsieve import control, wire
 from gradsieve.checks import UsageError, check_choice, check_fraction, check_number, check_whole, nearest
 from gradsieve.cost.machine import Machine
 from gradsieve.cost.messages import Link, Message, total_link_bytes, total_seconds
+from gradsieve.rounding import num_bytes, wire_dtype
 from gradsieve.types import WAYS
 
 ZERO_LINE, HEADROOM, HALVES = "plain DDP", "no-op hook", ("fp16 hook", "bf16 hook")
@@ -312,8 +313,8 @@ def _sparse_messages(method: Sparse, load: Load) -> list[Message]:
 def _value_messages(num_values: int, num_whole: int, load: Load) -> list[Message]:
     if load.wire == "float32":
         return [Message("all_reduce", FLOAT * (num_values + num_whole))]
-    shard = -(-num_values // load.world)
-    rounded = [Message("all_to_all", HALF * shard * load.world), Message("all_gather", HALF * shard)]
+    shard = num_bytes(-(-num_values // load.world), wire_dtype(load.wire))
+    rounded = [Message("all_to_all", shard * load.world), Message("all_gather", shard)]
     return [*rounded, Message("all_reduce", FLOAT * num_whole)]
 
 

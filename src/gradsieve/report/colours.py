@@ -6,6 +6,7 @@ method share its colour and differ by dashes and markers.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -116,10 +117,10 @@ class Look:
 
 def base_name(label: str) -> str:
     """
-    >>> base_name("micro(control='paper')")
-    'micro'
+    >>> base_name("micro(control='paper')"), base_name("micro, float8")
+    ('micro', 'micro')
     """
-    return label.split("(", 1)[0]
+    return re.split(r"[(,]", label, maxsplit=1)[0]
 
 
 def palette_place(base: str) -> int:

@@ -41,7 +41,7 @@ _COUNT = partial(check_whole, at_least=1)
 _COUNT_OR_NONE = partial(check_whole, at_least=0)
 
 Precision = Literal["float32", "bfloat16", "auto"]
-Wire = Literal["float32", "bfloat16"]
+Wire = Literal["float32", "bfloat16", "float8"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
 
@@ -92,7 +92,7 @@ class TrainConfig:
     scope: Scope = _option(
         "model", "What is exchanged as one: the model, or each bucket while backward goes on.", _one_of(Scope)
     )
-    wire: Wire = _option("float32", "What sparsified values travel as: float32 or bfloat16.", _one_of(Wire))
+    wire: Wire = _option("float32", "What sparsified values travel as: float32, bfloat16 or float8.", _one_of(Wire))
     eval_every: float = _option(1.0, "Epochs between evaluations; 0: at the end only.", _EPOCHS)
     eval_examples: int | None = _option(None, "Judge on the first so many of the test examples. Default: all.", _COUNT)
     checkpoint_every: int | None = _option(
