@@ -66,8 +66,8 @@ def sparsify(
     its own budget, while backward goes on. Parameters that `exclude` names (shell patterns such as `"*.bias"`, or a
     predicate of name and parameter) travel whole in the same step, outside the density; by default those of fewer than
     two dimensions, `()` for none. `residual_dtype` is how the unsent part is kept; `wire="bfloat16"` sends values in
-    half the bits, `"float8"` in a quarter, and what rounding leaves out stays in the residual; `seed` feeds methods that
-    draw at random.
+    half the bits, `"float8"` in a quarter, and what rounding leaves out stays in the residual; `seed` feeds methods
+    that draw at random.
 
     A gradient that is not finite on any rank makes all ranks raise `NonFiniteError` (`on_nonfinite="raise"`), leave the
     step out, with the residual as it was (`"skip"`: gradients are zero then, and `Sieve.skipped` is true), or send what
