@@ -71,9 +71,7 @@ def encoded(values: Tensor, wire: torch.dtype) -> Tensor:
 
 def decoded(message: Tensor, wire: torch.dtype, dtype: torch.dtype) -> Tensor:
     """The values of a message."""
-    if wire != FLOAT8:
-        return message.to(dtype)
-    if not message.shape[-1]:
+    if wire != FLOAT8 or not message.shape[-1]:
         return message.to(dtype)
     return message[..., :-1].view(FLOAT8).to(dtype) * _power_of_two(message[..., -1:].int() - BIAS).to(dtype)
 

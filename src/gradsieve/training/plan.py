@@ -166,7 +166,7 @@ def precision_on(device: str) -> Precision:
 
 def _multiplies_bfloat16() -> bool:
     """Has the processor instructions for it? Where it has none, passes take longer in bfloat16, not half as long."""
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.11 cannot tell
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch cannot tell
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
