@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything of the lab that is committed, measured anew: benchmarks/results/lab-*.json, docs/exchange.svg, and a page in
-# runs/lab/report. About 50 minutes on two quiet cores. `make lab` runs it.
+# Everything of the lab that is committed, measured anew: benchmarks/results/lab-*.json and wires.json, docs/exchange.svg,
+# and a page in runs/lab/report. About an hour on two quiet cores. `make lab` runs it.
 #
 # For a short trial that leaves what is committed alone:
 #   RESULTS=/tmp/lab FIGURE=/tmp/lab/exchange.svg STEPS=2 TRAIN="--steps 8" benchmarks/lab.sh
@@ -39,6 +39,10 @@ rm -rf "$RUNS"
 # exchanges of given gradients, by bandwidth, and over a slow link between two racks
 lab --rate 100mbit,1gbit,10gbit,none --steps "$STEPS" --json "$RESULTS/lab-exchange.json"
 lab --rate 1gbit --racks 2 --uplink 500mbit --steps "$STEPS" --json "$RESULTS/lab-racks.json"
+
+# the same methods with values in fewer bits, side by side
+WIRES="dense,union,union(wire=bfloat16),union(wire=float8),micro,micro(wire=float8),powersgd(rank=1)"
+lab --rate 100mbit,1gbit,10gbit --methods "$WIRES" --steps "$STEPS" --json "$RESULTS/wires.json"
 
 lab $TRAINING --rate 1gbit --methods "$WHOLE" --output "$RUNS/whole"
 TRAINING="$TRAINING --stop-at-accuracy"
