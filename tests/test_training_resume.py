@@ -56,8 +56,8 @@ def test_virtual_workers_go_on_as_if_never_stopped(tmp_path: Path, variant: str)
     "options",
     [
         {"method": "micro", "model": "dropout"},
-        {"method": "dgc"},
-        {"method": "iwp", "optimizer": "adamw", "lr": 0.01},
+        pytest.param({"method": "dgc"}, marks=pytest.mark.slow),
+        pytest.param({"method": "iwp", "optimizer": "adamw", "lr": 0.01}, marks=pytest.mark.slow),
         # the model is small enough for one bucket
         {"method": "union", "scope": "bucket"},
     ],
