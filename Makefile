@@ -20,7 +20,7 @@ test: setup  ## every test but the slow ones, those of many faults, of networks,
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not gpu and not faults and not root"
 
 test-slow: setup  ## the full matrices: most of an hour on two cores
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not gpu"
 
 test-faults: setup  ## workers killed and stopped, again and again, and elastic jobs: minutes on two cores
 	$(BIN)/pytest -n auto --dist loadfile -m faults
