@@ -146,7 +146,7 @@ def _simulated(variant: str, world: int, *, as_team: bool) -> list[list[StepStat
     return records
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_records_of_the_hook_are_those_of_a_simulation(world: int, fleets: Callable[[int], Fleet]) -> None:
     """Bytes handed over, bytes through the link, messages and all the rest, in every step."""
     ranks = fleets(world).run(_recorded, list(toys.VARIANTS))
