@@ -143,7 +143,9 @@ def test_an_outcome_without_its_zeros_is_the_same() -> None:
                 assert value == getattr(others, field), field
 
 
-@pytest.mark.parametrize(("name", "wire"), [("micro", "float8"), ("exdyna", "bfloat16"), ("union", "float8")])
+@pytest.mark.parametrize(
+    ("name", "wire"), [("micro", "float32"), ("exdyna", "bfloat16"), ("union", "bfloat16"), ("union", "float8")]
+)
 def test_mass_is_conserved(name: str, wire: str) -> None:
     case = Case(3, 300, 0.05)
     simulation = Twins(METHODS[name](case.density), case, wire=wire).by_kernels

@@ -75,7 +75,11 @@ def _trained_in_few_bits(
 
 
 @pytest.mark.parametrize(
-    ("world", "wire"), [(1, "bfloat16"), (2, "float8"), pytest.param(3, "bfloat16", marks=pytest.mark.slow)]
+    ("world", "wire"),
+    [
+        *((1, "bfloat16"), (2, "float8")),
+        *(pytest.param(world, "bfloat16", marks=pytest.mark.slow) for world in (2, 3)),
+    ],
 )
 def test_in_few_bits_the_hook_equals_simulation_to_the_bit(
     world: int, wire: str, fleets: Callable[[int], Fleet]

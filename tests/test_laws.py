@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,19 @@ from gradsieve.rounding import WIRES
 from gradsieve.types import Reduced
 from toys import VARIANTS, make
 
-WORLDS = [1, 2, 5]
-SIZES = [0, 1, 3, 1023, 40_000]
-FEWER_BITS = [(1, 31, "bfloat16"), (2, 0, "float8"), (3, 1023, "bfloat16"), (3, 1023, "float8"), (5, 3, "float8")]
+WORLDS, SELDOM_WORLD = (1, 2, 3, 5), 3
+SIZES, SELDOM_SIZE = (0, 1, 3, 31, 1023, 40_000), 31
+FEWER_BITS = [(1, 31, "bfloat16"), (2, 0, "bfloat16"), (3, 1023, "bfloat16"), (5, 3, "bfloat16")]
+FEWER_BITS += [(2, 0, "float8"), (3, 1023, "float8"), (5, 3, "float8")]
 """The rest of a step is the same whatever values travel as."""
-CASES = [(world, numel, "float32") for world in WORLDS for numel in SIZES]
-CASES += FEWER_BITS
+
+
+def case(world: int, numel: int, *more: str) -> Any:
+    """What lies between others runs with the slow tests."""
+    return pytest.param(world, numel, *more, marks=[pytest.mark.slow] * (world == SELDOM_WORLD or numel == SELDOM_SIZE))
+
+
+CASES = [case(world, numel, "float32") for world in WORLDS for numel in SIZES] + FEWER_BITS
 
 
 def layers_of(numel: int) -> list[int]:
@@ -97,8 +105,7 @@ def test_ranks_agree_and_the_support_is_ascending(variant: str, world: int, nume
             assert (first.indices[1:] > first.indices[:-1]).all()
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "numel"), [case(world, numel) for world in WORLDS for numel in SIZES])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_density_one_is_the_plain_mean(variant: str, world: int, numel: int) -> None:
     given = gradients(3, world, numel)

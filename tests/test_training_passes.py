@@ -133,7 +133,9 @@ def test_bfloat16_is_for_the_passes_only(tmp_path: Path) -> None:
     assert losses.tolist() != whole.series("train/loss").tolist()
 
 
-@pytest.mark.parametrize(("method", "wire"), [("dense", "bfloat16"), ("micro", "float8"), ("union", "float8")])
+@pytest.mark.parametrize(
+    ("method", "wire"), [*((name, "bfloat16") for name in ("dense", "micro", "union")), ("union", "float8")]
+)
 def test_values_that_travel_in_fewer_bits_train_as_well(tmp_path: Path, method: str, wire: str) -> None:
     half, whole = (small_runs.here(tmp_path / w, steps=30, method=method, wire=w) for w in (wire, "float32"))
     losses, expected = half.series("train/loss").tolist(), whole.series("train/loss").tolist()
