@@ -109,8 +109,8 @@ class Passes:
         elif self._twins[0] is not self._model:
             _copy(list(self._twins[0].parameters()), list(self._model.parameters()))
         own = list(self._buffers[0].values())
-        for others in self._buffers[1:]:
-            _copy(list(others.values()), own)
+        others = [buffer for buffers in self._buffers[1:] for buffer in buffers.values()]
+        _copy(others, own * (len(self._buffers) - 1))
 
     def _look_ahead(self, rank: int, twin: nn.Module) -> None:
         """Bring a twin to where the parameters would be, had this worker's residual been applied."""
@@ -228,10 +228,16 @@ def _put_on(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch for many tensors, of any types."""
-    if destinations:
-        with torch.no_grad():
-            torch._foreach_copy_(list(destinations), list(sources))
+    """One launch for many tensors that are alike: one that is not would have each copied by itself."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for destination, source in zip(destinations, sources, strict=True):
+        kind = destination.dtype, source.dtype, destination.stride() == source.stride()
+        group = alike.setdefault(kind, ([], []))
+        group[0].append(destination)
+        group[1].append(source)
+    with torch.no_grad():
+        for group in alike.values():
+            torch._foreach_copy_(*group)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
