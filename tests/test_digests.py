@@ -94,8 +94,13 @@ def test_odd_runs_have_digests_too(tmp_path: Path) -> None:
 def test_runs_of_another_setting_have_a_section_of_their_own(long: tuple[Run, Digest]) -> None:
     _, digest = long
     studies: list[dict[str, Any]] = [{}, {"form": "full"}, {"form": "short"}, {"form": "short", "global_batch": 512}]
-    found = sections([replace(digest, study=study) for study in studies])
-    settings = ["", " · full form", " · short form", " · short form, 512 examples a step"]
+    virtual = {**digest.header, "config": {**digest.config, "virtual": 4}}
+    found = sections(
+        [replace(digest, study=study, header=virtual) for study in studies] + [replace(digest, study=studies[2])]
+    )
+    settings = [
+        *("", " · full form", " · short form", " · short form, 512 examples a step", " · short form, in processes")
+    ]
     assert [section.title for section in found] == [f"digits · mlp{setting}" for setting in settings]
 
 

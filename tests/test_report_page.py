@@ -162,6 +162,17 @@ def test_odd_runs_are_told_of(odd_page: str) -> None:
     assert "times of a simulation" in text
 
 
+def test_times_of_runs_made_at_a_time_are_told_of(tmp_path: Path) -> None:
+    runs = make_runs(tmp_path / "runs", [SHORT])
+    told = [{**run.header["provenance"], "command": "gradsieve compare --jobs 3"} for run in runs]
+    beside = [replace(run, header={**run.header, "provenance": new}) for run, new in zip(runs, told, strict=True)]
+    texts = [
+        Tags(write_report(found, tmp_path / name).read_text(encoding="utf-8")).text
+        for name, found in (("alone", runs), ("beside", beside))
+    ]
+    assert ["Up to 3 runs were made at a time" in text for text in texts] == [False, True]
+
+
 def test_a_run_without_steps_makes_a_page(tmp_path: Path) -> None:
     runs = make_runs(tmp_path / "runs", [replace(SHORT, stop_after=0, status="failed", error="no space left")])
     text = Tags(write_report(runs, tmp_path / "out").read_text(encoding="utf-8")).text

@@ -82,8 +82,9 @@ def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (group,) = [group for group in found[0].groups if group.label == "micro"]
     share = group.phases.select / group.phases.step
     assert f"{percent(share)} | 1 |" in row
-    assert told(tables.share_of_step(["micro"], "time/select", share * 1.01), found).holds
-    assert not told(tables.share_of_step(["micro", "topk"], "time/select", share * 0.99), found).holds
+    assert told(tables.share_of_step(["micro"], "time/select", share * 1.01, virtual=False), found).holds
+    assert not told(tables.share_of_step(["micro", "topk"], "time/select", share * 0.99, virtual=False), found).holds
+    assert tables.share_of_step(["micro"], "time/select", 1.0, virtual=True)(found) is None
 
 
 def test_densities_are_judged(made: Made) -> None:
@@ -100,6 +101,16 @@ def test_measures_are_judged_against_another_method(made: Made) -> None:
     assert (told(ahead, found).holds, told(behind, found).holds) == (True, False)
     assert told(tables.measure_to("iwp", "dense", -50.0), found).holds
     assert tables.measure_to("iwp", "cltk", 0.0)(found) is None
+
+
+def test_a_lead_counts_at_no_more_bytes(made: Made) -> None:
+    (section,) = found = made(Plan("union"), Plan("topk"), Plan("iwp"))
+    by_label = {group.label: group for group in section.groups}
+    assert by_label["union"].link_bytes <= by_label["topk"].link_bytes
+    outcome = told(tables.ahead_at_bytes("union", ["topk"]), found)
+    assert outcome.holds == (by_label["union"].final.mean > by_label["topk"].final.mean)
+    assert "1 setting" in outcome.obtained
+    assert tables.ahead_at_bytes("topk", ["union"])(found) is None
 
 
 def test_what_diverged_is_not_confirmed(made: Made) -> None:

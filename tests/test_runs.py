@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from gradsieve.checks import UsageError
 from gradsieve.runs import METRICS, RESULT, RUN, RunError, find_runs, is_run, read_records, read_run, summarise
-from synthetic_runs import Plan, write_run
+from synthetic_runs import Plan, make_runs, write_run
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 1, "train/loss": 2.0, "sparsity/threshold": None, "time/elapsed": 0.5, "time/wall": 0.1, "train/lr": 0.1},
@@ -70,6 +71,15 @@ def test_a_series_has_nan_where_a_record_has_nothing(tmp_path: Path) -> None:
 def test_a_run_of_processes_is_not_virtual(tmp_path: Path) -> None:
     assert not read_run(written(tmp_path / "a", config={"seed": 0, "virtual": None})).virtual
     assert not read_run(written(tmp_path / "b", config={"seed": 0})).virtual
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"), [("gradsieve train", 1), ("gradsieve compare --jobs 3 --seed 1", 3), ("x --jobs=12", 12)]
+)
+def test_a_run_knows_how_many_were_made_at_a_time(tmp_path: Path, command: str, expected: int) -> None:
+    (run,) = make_runs(tmp_path, [Plan("micro")])
+    provenance = {**run.header["provenance"], "command": command}
+    assert replace(run, header={**run.header, "provenance": provenance}).at_a_time == expected
 
 
 def test_a_run_without_a_result_or_records_is_unfinished(tmp_path: Path) -> None:

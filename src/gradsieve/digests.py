@@ -53,7 +53,11 @@ class Digest(Run):
     @property
     def setting(self) -> str:
         form, batch = self.study.get("form"), self.study.get("global_batch")
-        parts = (f"{form} form" if form else "", f"{batch} examples a step" if batch else "")
+        parts = (
+            f"{form} form" if form else "",
+            f"{batch} examples a step" if batch else "",
+            "in processes" if form and not self.virtual else "",
+        )
         return ", ".join(filter(None, parts))
 
     @property

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,12 @@ class Run:
     def virtual(self) -> bool:
         """Did the workers share one process, so that times are those of a simulation?"""
         return self.config.get("virtual") is not None
+
+    @property
+    def at_a_time(self) -> int:
+        """How many runs its command made at a time: their times are those of runs that wait for one another."""
+        asked = re.search(r"--jobs[ =](\d+)", str(self.header.get("provenance", {}).get("command", "")))
+        return int(asked[1]) if asked else 1
 
     @property
     def seed(self) -> int:

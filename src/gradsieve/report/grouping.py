@@ -190,6 +190,10 @@ class Group:
     def virtual(self) -> bool:
         return any(run.virtual for run in self.runs)
 
+    @property
+    def at_a_time(self) -> int:
+        return max(run.at_a_time for run in self.runs)
+
     def projected(self, gigabits: float) -> float:
         """Seconds of a step over links of so many Gbit/s; NaN if it was not measured."""
         bandwidth = gigabits * GIGABIT

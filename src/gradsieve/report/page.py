@@ -104,6 +104,9 @@ def _plate(exhibit: Exhibit, section: Section, prefix: str, all_looks: Looks, fo
     title, caption = (_filled(text, section) for text in (exhibit.title, exhibit.caption))
     if exhibit.timed and any(group.virtual for group in section.main):
         caption += " Workers that share one process take turns: these are times of a simulation."
+    at_a_time = max(group.at_a_time for group in section.main)
+    if exhibit.timed and at_a_time > 1:
+        caption += f" Up to {at_a_time} runs were made at a time, and waited for one another."
     try:
         with style():
             figure = exhibit.draw(section, all_looks)
