@@ -16,6 +16,7 @@ from gradsieve import control
 from gradsieve.fused import uploaded
 from gradsieve.kernels import reference
 from gradsieve.kernels.tiling import Decision, Record
+from gradsieve.search import Goal
 from kernel_place import DEVICE, MARKS, Place, awkward, decide, group_shape
 
 pytestmark = MARKS
@@ -157,6 +158,10 @@ class Asked(NamedTuple):
     def limit(self) -> int:
         return self.goal * self.ceiling // 1000
 
+    def totals(self, table: Tensor) -> list[int]:
+        rows = Goal(self.goal, self.limit, self.room).travelling(table.tolist())
+        return [sum(column) for column in zip(*rows, strict=True)]
+
 
 class Choice:
     """A decision to make, on the device."""
@@ -200,9 +205,11 @@ class Choice:
     def assert_made(self, table: Tensor, ladder: control.Bits, last: int) -> None:
         """That it is the one that the plain rules make."""
         asked, rows = self.asked, table.tolist()
-        rung, thinned = control.settle(table.sum(0).tolist(), asked.goal, asked.limit)
+        goal = Goal(asked.goal, asked.limit, asked.room)
+        rung, thinned = control.settle(asked.totals(table), asked.goal, asked.limit)
         reaching = tuple(row[rung] for row in rows)
-        quotas = control.shares(reaching, asked.goal) if thinned else reaching
+        shared = [row[rung] for row in goal.travelling(rows)]
+        quotas = control.shares(shared, asked.goal) if thinned else goal.proposed(reaching)
         lengths = quotas if asked.room is None else tuple(min(quota, asked.room) for quota in quotas)
         bits, travelled = int(ladder[rung]), sum(lengths)
         threshold = float(control.from_bits(ladder[rung : rung + 1])[0])
@@ -287,7 +294,7 @@ def assert_searched(vectors: Sequence[Tensor], asked: Asked) -> int:
         made.make(table, cold=True, first=number == 0, final=final)
         if settled_after:
             continue
-        finer = control.next_ladder(ladder, table.sum(0).tolist(), asked.goal, asked.limit)
+        finer = control.next_ladder(ladder, asked.totals(table), asked.goal, asked.limit)
         if finer is None or final:
             made.assert_made(table, ladder, last=1)
             settled_after, settled = number + 1, made.record

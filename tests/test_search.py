@@ -13,7 +13,7 @@ import gradsieve
 from gradsieve import Method, StepStats, control
 from gradsieve.region import RotatingSlices
 from gradsieve.score import Importance
-from gradsieve.search import Searched, SearchState
+from gradsieve.search import Goal, Searched, SearchState
 from gradsieve.types import Reduced
 from ranks import Crew, Moment, Noise, Outcome, drawn, pick, positions
 
@@ -490,7 +490,7 @@ class TestObserve:
             (12, 13, 14, 15),
         ]
 
-    def test_a_burst_on_one_rank_travels_as_far_as_there_is_room_and_the_rest_later(self) -> None:
+    def test_a_burst_on_one_rank_travels_as_far_as_there_is_room_and_others_fill_the_step(self) -> None:
         crew, noise = Crew(gradsieve.micro(density=0.1), 4, 4000), Noise("normal", 4000)
         for _ in range(6):
             crew.step(noise.rows(4))
@@ -501,9 +501,36 @@ class TestObserve:
         assert room < 300
         (first, *_) = crew.step(burst)
         counts = sorted(first.reduced.counts)
-        assert counts[-1] >= 388
+        assert room < counts[-1] <= control.ROOM_GROWTH * room
         assert first.reduced.distinct == room + sum(counts[:-1])
+        assert 388 <= first.reduced.distinct <= 412
         assert crew.residual[:, :1000].abs().max() > 100, "what did not travel is still there"
+
+    @pytest.mark.parametrize("name", ["union", "micro"])
+    def test_ranks_whose_gradients_differ_in_size_from_step_to_step_leave_the_density_as_asked(self, name: str) -> None:
+        crew, noise = Crew(gradsieve.method(name, density=0.02), 8, 20_000), Noise("normal", 20_000)
+        sizes = torch.exp(1.2 * torch.randn(40, 8, 1, generator=torch.Generator().manual_seed(3)))
+        sent = [crew.step(noise.rows(8) * size)[0].reduced.distinct for size in sizes][10:]
+        assert 0.97 * 400 <= statistics.median(sent) <= 1.03 * 400
+        assert statistics.quantiles(sent, n=10)[0] >= 0.9 * 400
+
+
+class TestGoal:
+    def test_entries_beyond_the_room_of_a_rank_are_made_up_for_by_others(self) -> None:
+        goal = Goal(entries=20, limit=20, room=8)
+        assert goal.travelling([[100, 9], [30, 6], [12, 5]]) == [[8, 8], [8, 6], [8, 5]]
+
+    def test_all_count_where_those_with_room_are_too_few(self) -> None:
+        rows = [[100, 9], [3, 3]]
+        assert Goal(entries=20, limit=20, room=8).travelling(rows) is rows
+
+    def test_without_a_bound_all_count(self) -> None:
+        rows = [[100, 9], [30, 6]]
+        assert Goal(entries=20, limit=20).travelling(rows) is rows
+        assert Goal(entries=20, limit=20).proposed([100, 30]) == (100, 30)
+
+    def test_a_proposal_asks_for_no_more_than_twice_the_room(self) -> None:
+        assert Goal(entries=20, limit=20, room=8).proposed([100, 16, 9, 0]) == (16, 16, 9, 0)
 
 
 def _thresholds(outcomes: Sequence[Outcome]) -> set[tuple[float, ...]]:

@@ -190,6 +190,9 @@ LAG = 2
 RECENT = 4
 """Steps whose largest proposal is remembered; there is no bound before so many were made."""
 
+ROOM_GROWTH = 2
+"""A proposal may have so many times as many entries as there is room for; those of later steps have room by it."""
+
 
 def room(recent: Sequence[int], even: int) -> int | None:
     """How many entries of one rank may travel; None where there is no bound yet.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from gradsieve.collectives import Collectives, TeamCollectives
 from gradsieve.criterion import Criterion
 from gradsieve.score import Look, Magnitude, Score, chunks, collect, collect_for_team, joined
 from gradsieve.types import Candidates, Proposal, Reduced, Setup, Span, Step, View
+
+Counts: TypeAlias = Sequence[Sequence[int]]
+"""Of each rank, how many entries reach each rung."""
 
 FIRST_ROOM, FIRST_ROOM_LEAST = 2, 64
 """In the first steps, of which nothing is known, one rank may send so many times the target, and so many more."""
@@ -145,27 +148,47 @@ class Searched(Criterion):
             return [Span(*pair) for pair in pairwise(setup.bounds)]
         return [Span(0, setup.numel)]
 
-    def _goals(self, state: SearchState, step: Step) -> list[_Goal]:
+    def _goals(self, state: SearchState, step: Step) -> list[Goal]:
         return [self._goal(state, group, step) for group in self._groups(step.setup)]
 
-    def _goal(self, state: SearchState, group: Span, step: Step) -> _Goal:
+    def _goal(self, state: SearchState, group: Span, step: Step) -> Goal:
         size, num_lookers = group.stop - group.start, len(step.proposers) if self.overlapping else 1
         target = step.target
         if self.per_layer and size:
             target = control.dithered_share(step.target, step.numel, group.start, group.stop, step.index)
         if target >= size:
-            return _Goal(size * num_lookers, size * num_lookers, everything=True)
+            return Goal(size * num_lookers, size * num_lookers, everything=True)
         travelled, distinct = state.travelled, state.distinct
         entries = min((target * travelled + distinct // 2) // distinct, size * num_lookers)
-        return _Goal(entries, control.most_entries(entries, self.ceiling))
+        # a rank's room is for all of its groups together: where there are several, none of them knows its own
+        room = None if self.per_layer else self.room(state, step)
+        return Goal(entries, control.most_entries(entries, self.ceiling), room)
 
 
-class _Goal(NamedTuple):
-    """How many entries, over all ranks, shall pass and how many may."""
+class Goal(NamedTuple):
+    """How many entries, over all ranks, shall travel and how many may."""
 
     entries: int
     limit: int
+    room: int | None = None
+    """How many of one rank may, where there is a bound."""
     everything: bool = False
+
+    def travelling(self, rows: Counts) -> Counts:
+        """Of the entries of each rank those that there is room for, so that other ranks' make up for the rest.
+
+        All of them where that is not enough: room is made by what ranks would have proposed.
+        """
+        if self.room is None or all(row[0] <= self.room for row in rows):
+            return rows
+        within = [[min(count, self.room) for count in row] for row in rows]
+        return within if sum(row[0] for row in within) >= self.entries else rows
+
+    def proposed(self, reaching: Sequence[int]) -> tuple[int, ...]:
+        """What ranks propose of the entries that reach the threshold."""
+        if self.room is None:
+            return tuple(reaching)
+        return tuple(min(count, control.ROOM_GROWTH * self.room) for count in reaching)
 
 
 class _Ruling(NamedTuple):
@@ -182,7 +205,7 @@ class _Ruling(NamedTuple):
 class _Search:
     """The search for the threshold of one group, as one rank takes part in it."""
 
-    def __init__(self, score: Score, view: View, spans: Sequence[Span], goal: _Goal, last: float) -> None:
+    def __init__(self, score: Score, view: View, spans: Sequence[Span], goal: Goal, last: float) -> None:
         self._score = score
         self._view = view
         self._spans = spans
@@ -215,17 +238,19 @@ class _Search:
             return kernels.count_at_least(self._candidates.scores, rungs)
         return counted(self._score, (self._view, self._spans), rungs)
 
-    def judge(self, rows: Sequence[Sequence[int]]) -> _Ruling:
+    def judge(self, rows: Counts) -> _Ruling:
         """A rung, or the next ladder, from the counts of all ranks."""
-        totals = [sum(column) for column in zip(*rows, strict=True)]
-        entries, limit, _ = self._goal
+        travelling = self._goal.travelling(rows)
+        totals = [sum(column) for column in zip(*travelling, strict=True)]
+        entries, limit = self._goal.entries, self._goal.limit
         if self._rounds_left > 1:
             ladder = control.next_ladder(self.ladder, totals, entries, limit)
             if ladder is not None:
                 return _Ruling(ladder=ladder)
         rung, thinned = control.settle(totals, entries, limit)
         reaching = tuple(row[rung] for row in rows)
-        quotas = control.shares(reaching, entries) if thinned else reaching
+        shared = control.shares([row[rung] for row in travelling], entries) if thinned else None
+        quotas = self._goal.proposed(reaching) if shared is None else shared
         return _Ruling(float(control.from_bits(self.ladder)[rung]), reaching, quotas)
 
     def accept(self, ruling: _Ruling) -> None:
@@ -262,7 +287,7 @@ class _Search:
 class _TeamSearch(_Search):
     """The same for all ranks of a process at once. Indices are those of `collect_for_team`."""
 
-    def __init__(self, score: Score, looks: Sequence[Look], goal: _Goal, last: float) -> None:
+    def __init__(self, score: Score, looks: Sequence[Look], goal: Goal, last: float) -> None:
         super().__init__(score, looks[0][0], (), goal, last)
         self._looks = looks
         if self._is_warm:
@@ -299,7 +324,7 @@ def _inside(group: Span, spans: Sequence[Span]) -> list[Span]:
     return [part for part in parts if part.stop > part.start]
 
 
-def _rulings(searches: Sequence[_Search], rows: Sequence[Sequence[int]]) -> list[_Ruling]:
+def _rulings(searches: Sequence[_Search], rows: Counts) -> list[_Ruling]:
     """What the counts of all ranks, the searches side by side, say in each search."""
     starts = range(0, len(searches) * control.NUM_RUNGS, control.NUM_RUNGS)
     tables = ([row[start : start + control.NUM_RUNGS] for row in rows] for start in starts)

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsieve.control import HUGE_BITS, NUM_RUNGS, TINY_BITS
+from gradsieve.control import HUGE_BITS, NUM_RUNGS, ROOM_GROWTH, TINY_BITS
 from gradsieve.kernels.sieve import level_of, rung_of, size_bits
 from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
 _TINY = tl.constexpr(TINY_BITS)
 _HUGE = tl.constexpr(HUGE_BITS)
+_GROWTH = tl.constexpr(ROOM_GROWTH)
 
 ELEMENTS = 256
 """Where the vector itself is looked at: entries at a time."""
@@ -210,10 +211,16 @@ def _decide(
         goal = tl.minimum((target.to(tl.int64) * travelled + distinct // 2) // distinct, most)
         limit = goal * ceiling // 1000
         totals = tl.zeros([_RUNGS], dtype=tl.int64)
+        within = tl.zeros([_RUNGS], dtype=tl.int64)
         for first in range(0, world, RANKS):
             rank = first + tl.arange(0, RANKS)
             of_rank = gathered + rank[:, None] * gathered_row + place[None, :]
-            totals += tl.sum(tl.load(of_rank, mask=(rank < world)[:, None], other=0).to(tl.int64), axis=0)
+            own = tl.load(of_rank, mask=(rank < world)[:, None], other=0).to(tl.int64)
+            totals += tl.sum(own, axis=0)
+            within += tl.sum(tl.minimum(own, room), axis=0)
+        # other ranks' entries make up for those that there is no room for, if they are enough
+        bounded = (room >= 0) & (_at(within, place, 0) >= goal)
+        totals = tl.where(bounded, within, totals)
         rungs = tl.load(ladder + place).to(tl.int64)
         lower = tl.sum((totals >= goal).to(tl.int64)) - 1
         upper = lower + 1
@@ -240,14 +247,16 @@ def _decide(
                 rank = first + tl.arange(0, RANKS)
                 present = rank < world
                 reaching = tl.load(gathered + rank * gathered_row + rung, mask=present, other=0).to(tl.int64)
-                upto = before + tl.cumsum(reaching)
-                share = goal * upto // total - goal * (upto - reaching) // total
-                quotas = tl.where(thin, share, reaching)
+                travelling = tl.where(bounded, tl.minimum(reaching, room), reaching)
+                upto = before + tl.cumsum(travelling)
+                share = goal * upto // total - goal * (upto - travelling) // total
+                most_of_rank = tl.where(room >= 0, room.to(tl.int64) * _GROWTH, reaching)
+                quotas = tl.where(thin, share, tl.minimum(reaching, most_of_rank))
                 lengths = tl.where(room >= 0, tl.minimum(quotas, room), quotas)
                 tl.store(record + _HEAD + rank, reaching, mask=present)
                 tl.store(record + _HEAD + world + rank, quotas, mask=present)
                 tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
-                before += tl.sum(reaching)
+                before += tl.sum(travelling)
                 proposed += tl.sum(quotas)
                 going += tl.sum(lengths)
             next_bits = tl.where(2 * proposed >= goal, threshold, tl.maximum(_TINY, threshold - 8388608))
