@@ -205,6 +205,18 @@ def range_over_worlds(label: str, most: float) -> Judge:
     return judge
 
 
+def growth_over_worlds(label: str, name: str, most: float) -> Judge:
+    """A mean over the steps with the most workers, relative to that with the fewest."""
+
+    def growth(section: Section, group: Group) -> float:
+        alike = [g for g in section.groups if g.label == label and g.density == group.density]
+        fewest = min(alike, key=lambda other: other.world)
+        is_last = group.world == max(other.world for other in alike)
+        return ratio(_mean(group, name), _mean(fewest, name)) if is_last and fewest is not group else math.nan
+
+    return lambda found: judged(cases(found, label, growth), texts.times, lambda ratio: ratio <= most)
+
+
 def threshold_follows_error(label: str, least: float) -> Judge:
     def correlation(_: Section, group: Group) -> float:
         return float(
@@ -312,6 +324,11 @@ CLAIMS = (
         "Selection in a slice by a threshold costs next to nothing beside sorting.",
         *(MICRO, "phases", "for one worker, whose slice is the whole, it takes at most a tenth of Top-k's time"),
         mean_relative_to(PAPER_MICRO, "topk", "time/select", 0.1),
+    ),
+    Claim(
+        "What MiCRO's selection costs a worker does not grow with their number.",
+        *(MICRO, "phases", "with the most workers it takes at most 1.1 times as long as with the fewest"),
+        growth_over_worlds(PAPER_MICRO, "time/select", 1.1),
     ),
     Claim(
         "Selection by our kernels is a small part of an iteration, on a device that never waits for the host.",

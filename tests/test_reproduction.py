@@ -103,6 +103,17 @@ def test_measures_are_judged_against_another_method(made: Made) -> None:
     assert tables.measure_to("iwp", "cltk", 0.0)(found) is None
 
 
+def test_growth_is_from_the_fewest_workers_to_the_most(made: Made) -> None:
+    (section,) = found = made(*(Plan("micro", world=world) for world in (2, 4, 8)))
+    seconds = {group.world: group.steady("time/select") for group in section.groups}
+    growth = seconds[8] / seconds[2]
+    outcome = told(tables.growth_over_worlds("micro", "time/select", growth * 1.01), found)
+    assert outcome.holds
+    assert "8 workers); 1 setting" in outcome.obtained
+    assert not told(tables.growth_over_worlds("micro", "time/select", growth * 0.99), found).holds
+    assert tables.growth_over_worlds("topk", "time/select", 1.0)(found) is None
+
+
 def test_a_lead_counts_at_no_more_bytes(made: Made) -> None:
     (section,) = found = made(Plan("union"), Plan("topk"), Plan("iwp"))
     by_label = {group.label: group for group in section.groups}
