@@ -74,7 +74,7 @@ def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "state", lambda *_: (1, 2))
     (tmp_path / "phases").mkdir()
-    found = made(Plan("micro"), Plan("topk"))
+    found = made(Plan("micro", world=1), Plan("topk", world=1))
     (tmp_path / "phases" / "short").mkdir()
     for path in tmp_path.glob("*.json"):
         path.rename(tmp_path / "phases" / "short" / path.name)

@@ -249,9 +249,10 @@ class _Search:
                 return _Ruling(ladder=ladder)
         rung, thinned = control.settle(totals, entries, limit)
         reaching = tuple(row[rung] for row in rows)
-        shared = control.shares([row[rung] for row in travelling], entries) if thinned else None
-        quotas = self._goal.proposed(reaching) if shared is None else shared
-        return _Ruling(float(control.from_bits(self.ladder)[rung]), reaching, quotas)
+        threshold = float(control.from_bits(self.ladder)[rung])
+        if thinned:
+            return _Ruling(threshold, reaching, control.shares([row[rung] for row in travelling], entries))
+        return _Ruling(threshold, reaching, self._goal.proposed(reaching))
 
     def accept(self, ruling: _Ruling) -> None:
         if ruling.ladder is not None:
