@@ -269,6 +269,7 @@ def choices(draw: st.DrawFn) -> tuple[Tensor, Asked]:
 @example((torch.zeros(3, 64, dtype=torch.int32), Asked(5)), 1.0)
 @example((torch.full((1, 64), 100, dtype=torch.int32), Asked(100)), 1.0)
 @example((torch.full((2, 64), 100, dtype=torch.int32), Asked(10, room=4)), control.TINY)
+@example((torch.full((2, 64), 100, dtype=torch.int32), Asked(10, room=7)), control.TINY)
 def test_a_warm_choice_is_that_of_the_plain_rules(choice: tuple[Tensor, Asked], last: float) -> None:
     table, asked = choice
     bits = control.to_bits(last)

@@ -12,7 +12,7 @@ import pytest
 import tables
 from gradsieve.digests import digest_text, find_runs, read_run
 from gradsieve.report.grouping import Section, sections
-from gradsieve.report.texts import percent, times
+from gradsieve.report.texts import percent, signed, times
 from synthetic_runs import Plan, make_runs
 
 PAPER = tables.PAPER_MICRO
@@ -118,8 +118,10 @@ def test_a_lead_counts_at_no_more_bytes(made: Made) -> None:
     (section,) = found = made(Plan("union"), Plan("topk"), Plan("iwp"))
     by_label = {group.label: group for group in section.groups}
     assert by_label["union"].link_bytes <= by_label["topk"].link_bytes
+    gain = 100 * (by_label["union"].final.mean - by_label["topk"].final.mean)
     outcome = told(tables.ahead_at_bytes("union", ["topk"]), found)
-    assert outcome.holds == (by_label["union"].final.mean > by_label["topk"].final.mean)
+    assert outcome.holds == (gain > 0)
+    assert outcome.obtained.startswith(signed(gain, 2))
     assert "1 setting" in outcome.obtained
     assert tables.ahead_at_bytes("topk", ["union"])(found) is None
 
