@@ -95,11 +95,16 @@ def test_runs_of_another_setting_have_a_section_of_their_own(long: tuple[Run, Di
     _, digest = long
     studies: list[dict[str, Any]] = [{}, {"form": "full"}, {"form": "short"}, {"form": "short", "global_batch": 512}]
     virtual = {**digest.header, "config": {**digest.config, "virtual": 4}}
+    whole = {**virtual, "config": {**virtual["config"], "device": "cuda", "precision": "float32"}}
     found = sections(
-        [replace(digest, study=study, header=virtual) for study in studies] + [replace(digest, study=studies[2])]
+        [
+            *(replace(digest, study=study, header=virtual) for study in studies),
+            *(replace(digest, study=studies[2]), replace(digest, study=studies[2], header=whole)),
+        ]
     )
     settings = [
-        *("", " · full form", " · short form", " · short form, 512 examples a step", " · short form, in processes")
+        *("", " · full form", " · short form", " · short form, 512 examples a step", " · short form, in processes"),
+        " · short form, passes in float32",
     ]
     assert [section.title for section in found] == [f"digits · mlp{setting}" for setting in settings]
 

@@ -85,6 +85,8 @@ def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert told(tables.share_of_step(["micro"], "time/select", share * 1.01, virtual=False), found).holds
     assert not told(tables.share_of_step(["micro", "topk"], "time/select", share * 0.99, virtual=False), found).holds
     assert tables.share_of_step(["micro"], "time/select", 1.0, virtual=True)(found) is None
+    assert tables.share_of_step(["micro"], "time/select", 1.0, virtual=False, world=16)(found) is None
+    assert tables.share_of_step(["micro"], "time/select", 1.0, virtual=False, setting="float32")(found) is None
 
 
 def test_densities_are_judged(made: Made) -> None:

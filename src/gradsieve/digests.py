@@ -53,10 +53,14 @@ class Digest(Run):
     @property
     def setting(self) -> str:
         form, batch = self.study.get("form"), self.study.get("global_batch")
+        config = self.config
+        # elsewhere nothing else is to be expected
+        float32 = config.get("precision") == "float32" and str(config.get("device")).startswith("cuda")
         parts = (
             f"{form} form" if form else "",
             f"{batch} examples a step" if batch else "",
             "in processes" if form and not self.virtual else "",
+            "passes in float32" if form and float32 else "",
         )
         return ", ".join(filter(None, parts))
 

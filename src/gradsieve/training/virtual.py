@@ -56,13 +56,13 @@ class Virtual(Engine):
             batch = self._batch(step)
             rate = self._followed_rate(step)
         self._passes.run(step, batch, self._reach * rate)
-        if self.device.type == "cuda":
-            # while the device is busy with the passes
-            self._ahead = step + 1, self._batch(step + 1)
         # the next passes write over the gradients
         dense, self._pending = self._simulation.average(
             self._passes.gradients, self._mean, self.layout.flat_parameters, self._passes.dense, use_up=True
         )
+        if self.device.type == "cuda":
+            # while the device is busy; were it before the selection's launches, that would wait for it
+            self._ahead = step + 1, self._batch(step + 1)
         with self.timed("rest"):
             self._dense_mean.copy_(dense)
 
