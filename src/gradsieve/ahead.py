@@ -76,8 +76,7 @@ class Lookahead:
 
     def _check_rates(self) -> None:
         rates = self._rates()
-        missing = [slot.name for slot in self._slots if id(slot.parameter) not in rates]
-        if len(missing) == len(self._slots):
+        if not any(id(slot.parameter) in rates for slot in self._slots):
             raise ValueError(
                 "the optimizer that was given holds no sparsified parameter of this model: give the one that steps it"
             )
@@ -85,13 +84,18 @@ class Lookahead:
     def _rates(self) -> dict[int, float]:
         """The learning rates, by the identity of the parameter."""
         groups = self._optimizer.param_groups
-        return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+        return {
+            id(parameter): rate for group in groups for rate in [float(group["lr"])] for parameter in group["params"]
+        }
 
     @property
     def rate(self) -> float:
         """The learning rate of the first sparsified parameter that has one: schedules move all of them alike."""
-        rates = self._rates()
-        return next(rates[id(slot.parameter)] for slot in self._slots if id(slot.parameter) in rates)
+        for slot in self._slots:
+            for group in self._optimizer.param_groups:
+                if any(parameter is slot.parameter for parameter in group["params"]):
+                    return float(group["lr"])
+        raise AssertionError("the optimizer held a sparsified parameter when this was made")
 
     @property
     def is_ahead(self) -> bool:
@@ -101,19 +105,30 @@ class Lookahead:
     def look(self, residuals: Mapping[str, Tensor]) -> None:
         """Move the parameters ahead; `residuals` are by name, in the parameters' shapes."""
         rates = self._rates()
+        by_rate: dict[float, list[Slot]] = {}
         for slot in self._slots:
-            rate, residual = rates.get(id(slot.parameter), 0.0), residuals.get(slot.name)
-            if rate and residual is not None:
-                self._move(slot, residual, rate)
+            rate = rates.get(id(slot.parameter), 0.0)
+            if rate and slot.name in residuals:
+                by_rate.setdefault(rate, []).append(slot)
+        for rate, slots in by_rate.items():
+            self._move(slots, [residuals[slot.name] for slot in slots], self.reach * rate)
 
-    def _move(self, slot: Slot, residual: Tensor, rate: float) -> None:
-        parameter, home = slot.parameter, slot.parameter.data
-        room = self._rooms.get(slot.name)
+    def _move(self, slots: Sequence[Slot], residuals: Sequence[Tensor], reach: float) -> None:
+        homes = [slot.parameter.data for slot in slots]
+        rooms = [self._room(slot.name, home) for slot, home in zip(slots, homes, strict=True)]
+        # in few launches, however many parameters there are
+        torch._foreach_copy_(rooms, homes)
+        torch._foreach_sub_(rooms, list(residuals), alpha=reach)
+        for slot, home, room in zip(slots, homes, rooms, strict=True):
+            slot.parameter.data = room
+            self._away.append(_Away(slot.parameter, home, slot.parameter._version))
+
+    def _room(self, name: str, home: Tensor) -> Tensor:
+        """Memory for a parameter that looks ahead."""
+        room = self._rooms.get(name)
         if room is None or room.shape != home.shape or room.stride() != home.stride() or room.device != home.device:
-            room = self._rooms[slot.name] = torch.empty_like(home)
-        torch.sub(home, residual, alpha=self.reach * rate, out=room)
-        parameter.data = room
-        self._away.append(_Away(parameter, home, parameter._version))
+            room = self._rooms[name] = torch.empty_like(home)
+        return room
 
     @torch.no_grad()
     def back(self) -> None:

@@ -30,6 +30,7 @@ from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
 from gradsieve.nonfinite import LateNonFiniteError, OnNonfinite
 from gradsieve.pipeline import Learned, Numbers, PendingStats, Worker
+from gradsieve.recent import Recent
 from gradsieve.region import BalancedBlocks, Region, RotatingSlices, Whole, even_borders
 from gradsieve.residual import Residual
 from gradsieve.rounding import rounded_sum
@@ -183,6 +184,8 @@ class Late(NamedTuple):
 def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -575,6 +578,7 @@ class FusedWorker(Worker):
         acc = self._residual.acc.unsqueeze(0)
         self._fused = Fused(method, setup, collectives, acc, wire_dtype=wire, narrow=narrow, checks=checks)
         self._buckets: dict[tuple[tuple[int, int], ...], list[Run]] = {}
+        self._known: Recent[list[tuple[Tensor, list[Run]]]] = Recent()
         self._taken: list[tuple[Tensor, list[Run]]] = []
 
     @property
@@ -611,18 +615,29 @@ class FusedWorker(Worker):
         assert self.scale == 1, "these kernels know no scale of gradients"
         self.collectives.start_step(self.step)
         self._taken = []
+        self._known.begin()
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
         self._fused.begin(self.now(), weights)
 
     def take(self, arrived: Sequence[tuple[Slot, Tensor]]) -> None:
         assert self._fused is not None
         self.collectives.watch.switch("select")
+        places = tuple((slot.place, gradient.data_ptr()) for slot, gradient in arrived)
+        taken = self._known.get(places, lambda: self._runs(arrived))
+        for buffer, runs in taken:
+            self._fused.feed(buffer, runs)
+        self._taken += taken
+        self.collectives.watch.switch(None)
+
+    def _runs(self, arrived: Sequence[tuple[Slot, Tensor]]) -> list[tuple[Tensor, list[Run]]]:
+        """The pieces of memory that gradients lie in, and the runs of tiles in each."""
+        assert self._fused is not None
+        found = []
         for buffer, slots in _by_buffer(arrived):
             if slots not in self._buckets:
                 self._buckets[slots] = self._fused.tiling.bucket(slots)
-            self._taken.append((buffer, self._buckets[slots]))
-            self._fused.feed(*self._taken[-1])
-        self.collectives.watch.switch(None)
+            found.append((buffer, self._buckets[slots]))
+        return found
 
     async def exchange(self, dense: Tensor | None = None) -> Outcome:
         assert self._fused is not None

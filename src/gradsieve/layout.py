@@ -97,6 +97,10 @@ class Layout:
         """A flat vector of the sparsified kind in the parameters' shapes, by name, in the same memory."""
         return {slot.name: shaped(vector[slot.start : slot.stop], slot.parameter) for slot in self.sparse}
 
+    def split_dense(self, vector: Tensor) -> Sequence[Tensor]:
+        """A flat vector of the excluded kind in pieces, by the places of their slots, in the same memory."""
+        return torch.split(vector, [slot.stop - slot.start for slot in self.dense])
+
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:
         """The same as a copy."""
         return {name: stretch.clone() for name, stretch in self.cut(vector).items()}

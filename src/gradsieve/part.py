@@ -21,9 +21,12 @@ from gradsieve.ddp import is_used
 from gradsieve.layout import Layout, Slot, copy_all, flattened
 from gradsieve.nonfinite import LateNonFiniteError, NonFiniteError, described
 from gradsieve.pipeline import PendingStats, Worker
+from gradsieve.recent import Recent
 from gradsieve.types import Span
 
 Names: TypeAlias = tuple[str, ...]
+Arrived: TypeAlias = list[tuple[Slot, Tensor]]
+"""Flat gradients, and where they belong."""
 
 
 class Part:
@@ -34,15 +37,21 @@ class Part:
         self.worker = worker
         self._used = used
         """Parameters that this rank used in this step; None where none can go unused."""
-        self._gradients: list[tuple[Slot, Tensor]] = []
+        self._gradients: Arrived = []
+        self._views: Recent[Arrived] = Recent()
         self._aside: dict[Span, list[tuple[Tensor, Tensor]]] = {}
         """Of parameters that this rank did not use: what taking the gradient changes, and how it was."""
         self._reduced: Any = None
+        self._own: Tensor | None = None
+        """1 for this rank, 0 for the others."""
+        self._cuts: dict[str, dict[str, Tensor]] = {}
+        """What `views` told: the memory stays the same."""
 
     def begin(self, step: int, scale: float) -> None:
         """Start a step with gradients that come multiplied with `scale`. One that was begun and not finished is given
         up."""
         self._gradients, self._aside, self._reduced = [], {}, None
+        self._views.begin()
         self.worker.step, self.worker.scale = step, scale
         try:
             self.worker.begin(self.layout.flat_parameters)
@@ -52,20 +61,32 @@ class Part:
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Take in the gradients of a bucket."""
-        arrived = [
-            (self.layout.slot(parameter), flattened(gradient))
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
+        # a bucket stays where it is for many steps
+        places = tuple((id(one), other.data_ptr()) for one, other in zip(parameters, gradients, strict=True))
+        arrived = self._views.get(places, lambda: self._flat(parameters, gradients))
         self._gradients += arrived
         self._set_aside(arrived)
         if self.worker.method.feedback.clip is None:
             self._feed(arrived)
+
+    def _flat(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Arrived:
+        return [
+            (self.layout.slot(parameter), flattened(gradient))
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
 
     async def exchange(self) -> Part:
         """Exchange what was taken."""
         self._feed_clipped()
         self._reduced = await self.worker.exchange(self._message())
         return self
+
+    def views(self) -> dict[str, dict[str, Tensor]]:
+        """The worker's residual, and its velocity if it has one, by name, in the memory that is worked with."""
+        for kind, vector in self.worker.residual.named():
+            if kind not in self._cuts:
+                self._cuts[kind] = self.layout.cut(vector)
+        return self._cuts
 
     def faults(self) -> dict[int, str]:
         """Which ranks brought what is not finite, and in which parameter; after the exchange, alike on all ranks."""
@@ -97,7 +118,7 @@ class Part:
             gradient.fill_(filling)
         self._gradients, self._reduced = [], None
 
-    def _set_aside(self, arrived: list[tuple[Slot, Tensor]]) -> None:
+    def _set_aside(self, arrived: Arrived) -> None:
         """If no rank used a parameter, DDP leaves its gradient alone. One of an earlier backward pass may still be
         there, and is in the bucket, too: it would count twice."""
         if self._used is None:
@@ -121,7 +142,7 @@ class Part:
         # a code is a float32, so that of a very far entry is rounded
         return next((slot for slot in self.layout.dense if entry < slot.stop), self.layout.dense[-1])
 
-    def _feed(self, arrived: list[tuple[Slot, Tensor]]) -> None:
+    def _feed(self, arrived: Arrived) -> None:
         self.worker.take([(slot, gradient) for slot, gradient in arrived if slot.sparse])
 
     def _feed_clipped(self) -> None:
@@ -139,7 +160,8 @@ class Part:
         """What travels whole: the excluded gradients; where parameters may go unused, a flag for each sparsified one;
         where what is not finite is looked for, a code for each rank."""
         message = torch.zeros(self.layout.dense_numel, dtype=self.worker.value_dtype, device=self.worker.device)
-        copy_all([(message[slot.start : slot.stop], gradient) for slot, gradient in self._gradients if not slot.sparse])
+        pieces = self.layout.split_dense(message)
+        copy_all([(pieces[slot.place], gradient) for slot, gradient in self._gradients if not slot.sparse])
         told = [message]
         if self._used is not None:
             told.append(message.new_tensor([float(is_used(slot.parameter, self._used)) for slot in self.layout.sparse]))
@@ -151,13 +173,13 @@ class Part:
         """This rank's code among zeros for the others; `dense` is rid of what is not finite."""
         code = self.worker.fault.to(dense)
         if len(dense):
-            bad = torch.isfinite(dense).logical_not_()
-            first = len(self.layout.sparse) + 1 + bad.int().argmax()
-            code = torch.where((code == 0) & bad.any(), first.to(dense), code)
+            finite, place = torch.isfinite(dense).int().min(0)
+            code = torch.where(code + finite == 0, place + (len(self.layout.sparse) + 1), code)
             dense.nan_to_num_(0.0, 0.0, 0.0)
-        codes = dense.new_zeros(self.worker.setup.world)
-        codes[self.worker.collectives.rank] = code
-        return codes
+        if self._own is None:
+            own = [float(rank == self.worker.collectives.rank) for rank in range(self.worker.setup.world)]
+            self._own = dense.new_tensor(own)
+        return self._own * code
 
     def _unapplied(self, dense: Tensor) -> list[Span]:
         """Parameters that no rank used: DDP leaves their gradients alone, so what was sent for them is not lost."""
@@ -254,17 +276,17 @@ class Parts:
 
     def _add(self, names: Names) -> None:
         part = self._parts[names] = self._build(self._layout.part(names), self._seed)
-        for kind, vector in part.worker.residual.named():
+        for kind, vectors in part.views().items():
             waiting = self._waiting.get(kind, {})
-            for name, stretch in part.layout.cut(vector).items():
+            for name, stretch in vectors.items():
                 if name in waiting:
                     stretch.copy_(waiting.pop(name))
         if names in self._learned:
             part.worker.load_state_dict(self._learned.pop(names))
 
     def _give_up(self, part: Part) -> None:
-        for kind, vector in part.worker.residual.named():
-            self._waiting.setdefault(kind, {}).update(part.layout.cut(vector))
+        for kind, vectors in part.views().items():
+            self._waiting.setdefault(kind, {}).update(vectors)
 
     def _by_name(self, kind: str) -> dict[str, Tensor]:
         """A copy, in the order of the model."""
@@ -275,7 +297,5 @@ class Parts:
         """The same in the memory that is worked with."""
         found = dict(self._waiting.get(kind, {}))
         for part in self._parts.values():
-            for its_kind, vector in part.worker.residual.named():
-                if its_kind == kind:
-                    found |= part.layout.cut(vector)
+            found |= part.views().get(kind, {})
         return found

@@ -105,7 +105,7 @@ def pack(picked: Tensor, sight: Sight, decision: Decision, shape: wire.Shape, fi
     rows, capacity = picked.shape
     num_words = shape.upper_words + shape.lower_words
     message = torch.zeros((rows, shape.num_bytes // 4), dtype=torch.int32, device=picked.device)
-    _pack[(triton.cdiv(capacity, INDICES), rows)](
+    _pack[(-(-capacity // INDICES), rows)](
         picked,
         capacity,
         sight.looks,
@@ -120,7 +120,7 @@ def pack(picked: Tensor, sight: Sight, decision: Decision, shape: wire.Shape, fi
         INDICES=INDICES,
         num_warps=4,
     )
-    num_chunks = triton.cdiv(num_words, WORDS)
+    num_chunks = -(-num_words // WORDS)
     _tally[(num_chunks, rows)](
         message, num_words, shape.upper_words, message, message, num_chunks, WORDS=WORDS, SEAL=True, num_warps=4
     )  # fmt: skip
@@ -192,13 +192,13 @@ def unpack(
     """
     words = messages.view(torch.int32)
     num_words = shape.upper_words + shape.lower_words
-    num_chunks = triton.cdiv(num_words, WORDS)
+    num_chunks = -(-num_words // WORDS)
     checks = torch.zeros((len(messages), 2), dtype=torch.int32, device=messages.device)
     chunk_entries = torch.empty((len(messages), num_chunks), dtype=torch.int32, device=messages.device)
     _tally[(num_chunks, len(messages))](
         words, num_words, shape.upper_words, checks, chunk_entries, num_chunks, WORDS=WORDS, SEAL=False, num_warps=4
     )  # fmt: skip
-    _unpack[(triton.cdiv(shape.upper_words, WORDS), len(messages))](
+    _unpack[(-(-shape.upper_words // WORDS), len(messages))](
         words,
         num_words,
         shape.upper_words,

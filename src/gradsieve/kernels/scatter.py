@@ -31,7 +31,7 @@ def _gather(acc, acc_row, support, record, values, stride, capacity, ENTRIES: tl
 def gather(acc: Tensor, support: Tensor, decision: Decision, values: Tensor) -> None:
     """The values of all rows at the support, `values[:, :capacity]`; zeros behind its end."""
     capacity = len(support)
-    _gather[(triton.cdiv(capacity, ENTRIES), len(acc))](
+    _gather[(-(-capacity // ENTRIES), len(acc))](
         acc,
         acc.stride(0),
         support,
