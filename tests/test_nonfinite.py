@@ -14,8 +14,12 @@ import gradsieve
 import toys
 from fleet import Fleet
 from gradsieve import NonFiniteError
-from gradsieve.nonfinite import PIECE, is_finite, pieces
+from gradsieve.collectives import LocalCollectives
+from gradsieve.layout import Layout
+from gradsieve.nonfinite import PIECE, are_finite, is_finite, pieces
+from gradsieve.pipeline import Worker
 from gradsieve.residual import Feedback, Residual
+from gradsieve.types import Setup
 from toys import SHAPES, Chosen, backward, flat, gradients_of, sparsified
 
 STEPS, FAULT, WORLD = 12, 7, 4
@@ -37,10 +41,29 @@ def test_what_is_not_finite_is_seen_wherever_it_stands(dtype: torch.dtype, bad: 
         damaged = gradient.clone()
         damaged[place] = bad
         assert [is_finite(piece) for piece in pieces(damaged)] == [place >= PIECE, place < PIECE]
+        several = [gradient, gradient[:0], damaged, torch.ones(3), *pieces(damaged)]
+        assert are_finite(several) == [True, True, False, True, place >= PIECE, place < PIECE]
 
 
 def test_nothing_is_finite() -> None:
     assert is_finite(torch.empty(0))
+    assert are_finite([]) == []
+    assert are_finite([torch.empty(0)]) == [True]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_faults_are_found_by_slot_wherever_gradients_lie(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the way of other devices, on which a bucket is looked at in one go."""
+    layout = Layout([(name, torch.nn.Parameter(torch.zeros(3))) for name in "abc"], set())
+    collectives = LocalCollectives(0, 1, torch.device(device))
+    worker = Worker(gradsieve.topk(density=0.5), Setup(1, 9, layout.bounds), collectives, checks=True)
+    if device == "cpu":
+        monkeypatch.setattr(Worker, "device", torch.device("meta"))
+    gradients = [torch.full((3,), value, device=device) for value in (1.0, NAN, 2.0)]
+    worker.begin()
+    worker.take(list(zip(layout.sparse, gradients, strict=True)))
+    assert int(worker.fault) == 2
+    assert worker.residual.acc.tolist() == [1.0] * 3 + [0.0] * 3 + [2.0] * 3
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

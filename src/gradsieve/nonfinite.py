@@ -39,16 +39,25 @@ class LateNonFiniteError(NonFiniteError):
 
 
 def pieces(gradient: Tensor) -> Sequence[Tensor]:
-    """A flat gradient in parts that stay in the cache of a CPU; whole on other devices, where a launch costs more."""
-    return torch.split(gradient, PIECE) if gradient.device.type == "cpu" else [gradient]
+    """A flat gradient in parts that stay in the cache of a CPU."""
+    return torch.split(gradient, PIECE)
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Are all entries numbers, and finite? Waits for the device."""
+    """Are all entries numbers, and finite?"""
     # a sum is not finite if an entry is not; the reverse is not so, but seldom
     if gradient.numel() == 0 or math.isfinite(gradient.sum()):
         return True
     return all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(gradient)).tolist())
+
+
+def are_finite(gradients: Sequence[Tensor]) -> list[bool]:
+    """The same of each of several flat ones, with one wait for the device."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return [True] * len(gradients)
+    told = iter(torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().tolist())
+    return [gradient.numel() == 0 or next(told) for gradient in gradients]
 
 
 def described(step: int, faults: Mapping[int, str], *, late: bool, scaled: bool) -> str:

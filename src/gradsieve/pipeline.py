@@ -15,7 +15,7 @@ from gradsieve.clock import Stopwatch
 from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.layout import Slot, write_back
 from gradsieve.methods import Method
-from gradsieve.nonfinite import is_finite, pieces
+from gradsieve.nonfinite import are_finite, is_finite, pieces
 from gradsieve.region import Region
 from gradsieve.residual import Residual
 from gradsieve.types import Reduced, Setup, Span, Step, StepStats, Territory, View
@@ -107,30 +107,43 @@ class Worker:
         Returns whether all of it was finite, if that is looked at; what was not is zero from then on.
         """
         self.collectives.watch.switch("select")
-        finite = self._add(start, gradient)
-        spans = [span.cut(start, start + gradient.numel()) for span in self.view.territory.spans]
-        self._found.append(self.method.criterion.scan(self.learned.criterion, self.view, spans))
+        finite = self._take_in(start, gradient, None if self.checks else True)
         self.collectives.watch.switch(None)
-        return finite
-
-    def _add(self, start: int, gradient: Tensor) -> bool:
-        if not self.checks:
-            self.residual.add(start, gradient, 1 / self.scale)
-            return True
-        finite, stop = True, start
-        for piece in pieces(gradient):
-            if not is_finite(piece):
-                piece.zero_()
-                finite = False
-            self.residual.add(stop, piece, 1 / self.scale)
-            stop += len(piece)
         return finite
 
     def take(self, arrived: Sequence[tuple[Slot, Tensor]]) -> None:
         """`feed` what a bucket brings: flat gradients, and where they belong."""
-        for slot, gradient in arrived:
-            if not self.feed(slot.start, gradient):
+        self.collectives.watch.switch("select")
+        for (slot, gradient), finite in zip(arrived, self._seen(arrived), strict=True):
+            if not self._take_in(slot.start, gradient, finite):
                 self._fault = slot.place + 1
+        self.collectives.watch.switch(None)
+
+    def _seen(self, arrived: Sequence[tuple[Slot, Tensor]]) -> Sequence[bool | None]:
+        """Which gradients are finite; None: it is seen to when they are taken in, while they are in the cache."""
+        if self.checks and self.device.type == "cpu":
+            return [None] * len(arrived)
+        # elsewhere every look would be a wait for the device
+        return are_finite([gradient for _, gradient in arrived]) if self.checks else [True] * len(arrived)
+
+    def _take_in(self, start: int, gradient: Tensor, finite: bool | None) -> bool:
+        finite = self._add_in_pieces(start, gradient) if finite is None else self._add(start, gradient, finite)
+        spans = [span.cut(start, start + gradient.numel()) for span in self.view.territory.spans]
+        self._found.append(self.method.criterion.scan(self.learned.criterion, self.view, spans))
+        return finite
+
+    def _add(self, start: int, gradient: Tensor, finite: bool) -> bool:
+        if not finite:
+            gradient.zero_()
+        self.residual.add(start, gradient, 1 / self.scale)
+        return finite
+
+    def _add_in_pieces(self, start: int, gradient: Tensor) -> bool:
+        finite = True
+        for piece in pieces(gradient):
+            finite &= self._add(start, piece, is_finite(piece))
+            start += len(piece)
+        return finite
 
     @property
     def fault(self) -> Tensor:
