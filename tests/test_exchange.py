@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import gradsieve
 from gradsieve.collectives import TeamCollectives, lockstep, run
-from gradsieve.exchange import Agreed, Disjoint, Exchange, SteeredUnion, Union, averaged, gathered
+from gradsieve.exchange import Agreed, Disjoint, Exchange, SteeredUnion, Union, averaged, gathered, owed
 from gradsieve.kernels import thinned
 from gradsieve.region import Region, RotatingSlices, Whole, even_borders
 from gradsieve.types import ALL, Proposal, View
@@ -441,6 +442,39 @@ class TestReduce:
         outcomes, _ = reduce(Union(), acc, _proposals([[0], [0]]), Moment(2, 2, target=1))
         assert all(outcome.mean.dtype == torch.float32 for outcome in outcomes)
         assert all(outcome.mean.tolist() == [128.5] for outcome in outcomes)
+
+
+class TestOvershoot:
+    """See [Note: overshooting] in `exchange`."""
+
+    @pytest.mark.parametrize("share", [0.25, 0.5])
+    @pytest.mark.parametrize("name", ["union", "topk", "cltk", "micro", "exdyna", "iwp"])
+    def test_parameters_lag_less_behind_steady_gradients(self, name: str, share: float) -> None:
+        steady = torch.linspace(0.5, 2, 400).expand(120, 3, 400)
+        lags = []
+        for overshoot in (0.0, share):
+            method = gradsieve.method(name, density=0.1, overshoot=overshoot)
+            trace = gradsieve.simulate(method, steady, parameters=torch.ones(400))
+            applied = trace.mean.cumsum(0)
+            lags.append(float((steady[:, 0].cumsum(0) - applied)[60:].mean()))
+            torch.testing.assert_close(applied[-1] * 3 + trace.residual.sum(0), steady.sum((0, 1)))
+        none, some = lags
+        # between sendings an entry goes from -share to 1 of what is sent without, over 1 + share
+        assert some == pytest.approx(none * (1 - share) / (1 + share), rel=0.25)
+
+    def test_a_sum_that_was_rounded_is_owed_as_it_was_applied(self) -> None:
+        values, rest = torch.tensor([1.0, -3.0, 0.0]), torch.tensor([0.125, -0.5, 0.0])
+        after = owed(values, rest, 0.5)
+        applied = (values - rest) * 1.5
+        assert torch.equal(applied + after, values)
+
+    def test_of_what_is_not_finite_nothing_is_kept(self) -> None:
+        assert not owed(torch.tensor([float("nan"), float("inf"), -float("inf")]), None, 0.5).any()
+
+    @pytest.mark.parametrize("bad", [-0.1, 1.0, 2, float("nan"), "much", True])
+    def test_bad_shares_are_refused(self, bad: object) -> None:
+        with pytest.raises((ValueError, TypeError), match="overshoot must be"):
+            gradsieve.union(overshoot=bad)  # type: ignore[arg-type]
 
 
 def _num_bytes(message: Message) -> int:

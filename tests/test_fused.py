@@ -26,6 +26,8 @@ SOME: list[tuple[str, Case]] = [
     ("exdyna", Case(2, 1023, 0.3)),
     ("exdyna", Case(3, 40, 0.1, torch.bfloat16, torch.float16)),
     ("union", Case(2, 300, 0.05, torch.bfloat16, torch.bfloat16)),
+    ("union that overshoots", Case(3, 300, 0.05)),
+    ("union that overshoots", Case(2, 40, 0.1, torch.bfloat16)),
     ("iwp", Case(2, 300, 0.05, gradient=torch.bfloat16)),
     ("iwp by two", Case(3, 40, 0.3)),
 ]
@@ -144,7 +146,11 @@ def test_an_outcome_without_its_zeros_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wire"), [("micro", "float32"), ("exdyna", "bfloat16"), ("union", "bfloat16"), ("union", "float8")]
+    ("name", "wire"),
+    [
+        *(("micro", "float32"), ("exdyna", "bfloat16"), ("union", "bfloat16"), ("union", "float8")),
+        ("union that overshoots", "bfloat16"),
+    ],
 )
 def test_mass_is_conserved(name: str, wire: str) -> None:
     case = Case(3, 300, 0.05)

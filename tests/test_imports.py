@@ -21,7 +21,7 @@ def layers_of(package: str, *layers: str) -> list[set[str]]:
 
 CORE = layers_of(
     "gradsieve",
-    "checks clock control ddp expressions nonfinite version weights wire",
+    "checks clock control ddp expressions nonfinite recent version weights wire",
     "types kernels.reference kernels.dispatch kernels.tiling",
     "kernels.__init__ kernels.sieve",
     "kernels.ladder kernels.packing kernels.scatter",

@@ -204,7 +204,8 @@ def test_what_is_not_finite_stops_no_step(variant: str, bad: float, wire: str) -
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "variant", ["topk", "micro", "exdyna", "union", "cltk", "deft", "hard_threshold", "gtopk", "oktopk"]
+    "variant",
+    ["topk", "micro", "exdyna", "union", "union-overshoot", "cltk", "deft", "hard_threshold", "gtopk", "oktopk"],
 )
 def test_what_is_not_finite_is_sent_within_a_round_and_not_kept(variant: str, bad: float, wire: str) -> None:
     given = gradients(4, 3, 999)

@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "iwp-momentum": ("iwp", {"momentum": 0.9}),
     "dgc-clipped": ("dgc", {"clip": 1.0, "warmup_steps": 4}),
     "union-tight": ("union", {"ceiling": 1.0}),
+    "union-overshoot": ("union", {"overshoot": 0.5}),
     "oktopk-tight": ("oktopk", {"ceiling": 1.0}),
 }
 

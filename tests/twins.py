@@ -17,6 +17,7 @@ METHODS: dict[str, Callable[[float], Method]] = {
     "micro": lambda density: gradsieve.micro(density=density),
     "exdyna": lambda density: gradsieve.exdyna(density=density),
     "union": lambda density: gradsieve.union(density=density),
+    "union that overshoots": lambda density: gradsieve.union(density=density, overshoot=0.5),
     "iwp": lambda density: gradsieve.iwp(density=density),
     "iwp by two": lambda density: gradsieve.iwp(density=density, num_broadcasters=2),
 }

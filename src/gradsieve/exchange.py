@@ -1,4 +1,12 @@
-"""How what the ranks propose becomes a support, and how its values travel: the fourth axis of a method."""
+"""How what the ranks propose becomes a support, and how its values travel: the fourth axis of a method.
+
+[Note: overshooting]
+An entry whose gradients have a sign in common waits until enough has come together, so the parameters lag behind, by
+half of what is sent at a time on the average. With an overshoot they go further than what waited, by a share of it, and
+the residual keeps the debt, with the other sign: then they are ahead about as long as they were behind. It is rounding
+to the nearest in place of rounding down. Nothing is lost: what was applied and what is left still add up to all
+gradients. The nearer the share is to 1, the sooner noise alone sends an entry back to where it was.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +44,8 @@ class Exchange:
             mean, dense = await averaged(values, dense, collectives)
         else:
             mean, dense, rest = await averaged_by_wire(values, dense, view.wire, collectives)
+        if view.overshoot and view.step.target < view.step.numel:
+            mean, rest = mean * (1 + view.overshoot), owed(values, rest, view.overshoot)
         return Reduced(
             indices=agreement.support,
             mean=mean,
@@ -50,6 +60,14 @@ class Exchange:
     async def agree(self, view: View, proposal: Proposal, collectives: Collectives) -> Agreement:
         """Reach the support, the same on every rank."""
         raise NotImplementedError
+
+
+def owed(values: Tensor, rest: Tensor | None, overshoot: float) -> Tensor:
+    """What the residual holds where `values` were sent, but for the `rest` that did not travel, once more than that
+    was applied. See [Note: overshooting]."""
+    travelled = values.to(torch.promote_types(values.dtype, torch.float32))
+    debt = travelled * -overshoot if rest is None else rest - (travelled - rest) * overshoot
+    return debt.nan_to_num_(0.0, 0.0, 0.0)  # of what is not finite, nothing is kept
 
 
 async def averaged(values: Tensor, dense: Tensor, collectives: Collectives) -> tuple[Tensor, Tensor]:

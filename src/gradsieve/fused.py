@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradsieve import control, kernels, wire
 from gradsieve.collectives import Collectives, TeamCollectives, run
-from gradsieve.exchange import SteeredUnion
+from gradsieve.exchange import SteeredUnion, owed
 from gradsieve.kernels.tiling import MARKED, MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
 from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
@@ -511,18 +511,22 @@ class Fused:
         gather(self._acc, support, self.decision, message)
         if dense is not None:
             message[:, capacity:] = dense
-        rest = None
+        rest, overshoot = None, self._method.feedback.overshoot
         if self._wire == torch.float32:
+            # the sum may be formed where the values lie
+            debt = owed(message[:, :capacity], None, overshoot) if overshoot else None
             total = await self._collectives.all_reduce(message if self._is_team else message[0], "values")
             mean = total / self._setup.world
-            mean, dense_mean = mean[:capacity], mean[capacity:]
+            mean, dense_mean, rest = mean[:capacity], mean[capacity:], debt
         else:
             values, others = message[:, :capacity], message[:, capacity:]
             summed, rest = await rounded_sum(values if self._is_team else values[0], self._wire, self._collectives)
             rest = rest.reshape(rows, capacity)
+            rest = owed(values, rest, overshoot) if overshoot else rest
             others = others.contiguous() if self._is_team else others[0]
             dense_total = await self._collectives.all_reduce(others, "dense gradients")
             mean, dense_mean = summed.float() / self._setup.world, dense_total / self._setup.world
+        mean = mean * (1 + overshoot) if overshoot else mean
         # where tiles begin in the support and, for regions that learn from it, blocks
         borders = torch.searchsorted(support, self._edges)
         tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]

@@ -141,18 +141,23 @@ def dense() -> Method:
 
 
 @_constructor
-def topk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0) -> Method:
+def topk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0, overshoot: float = 0.0) -> Method:
     """Every rank sends its largest entries; the support is the union, up to `world` times the target."""
     return Method(
-        budget=Budget(density), region=Whole(), criterion=Largest(), exchange=Union(), feedback=_looking(ahead)
+        budget=Budget(density),
+        region=Whole(),
+        criterion=Largest(),
+        exchange=Union(),
+        feedback=_feedback(ahead, overshoot),
     )
 
 
-def _looking(ahead: float | None, momentum: float = 0.0) -> Feedback:
-    """Error feedback whose ranks look ahead by this much of what they have not sent."""
+def _feedback(ahead: float | None, overshoot: float, momentum: float = 0.0) -> Feedback:
+    """Error feedback whose ranks look ahead, and apply more than what waited, by these shares of it."""
     if ahead is not None:
         check_number("ahead", ahead, at_least=0)
-    return Feedback(momentum, ahead=ahead)
+    check_number("overshoot", overshoot, at_least=0, below=1)
+    return Feedback(momentum, ahead=ahead, overshoot=overshoot)
 
 
 @_constructor
@@ -162,7 +167,7 @@ def randomk(*, density: float = DEFAULT_DENSITY) -> Method:
 
 
 @_constructor
-def cltk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0) -> Method:
+def cltk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0, overshoot: float = 0.0) -> Method:
     """CLT-k of ScaleCom (NeurIPS 2020): a leader, in turn, sends its largest entries, the others follow.
 
     Differences from the paper: no low-pass filter on the residual.
@@ -173,7 +178,7 @@ def cltk(*, density: float = DEFAULT_DENSITY, ahead: float = 0.0) -> Method:
         criterion=Largest(),
         proposers=RotatingLeader(),
         exchange=Union(),
-        feedback=_looking(ahead),
+        feedback=_feedback(ahead, overshoot),
     )
 
 
@@ -268,6 +273,7 @@ def micro(
     control: Control = "adaptive",
     ceiling: float | None = None,
     ahead: float = 0.0,
+    overshoot: float = 0.0,
 ) -> Method:
     """MiCRO (HiPC 2023): exclusive slices in rotation, one threshold for all.
 
@@ -279,7 +285,7 @@ def micro(
         region=RotatingSlices(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
-        feedback=_looking(ahead),
+        feedback=_feedback(ahead, overshoot),
     )
 
 
@@ -291,6 +297,7 @@ def exdyna(
     blocks: Control | None = None,
     ceiling: float | None = None,
     ahead: float = 0.0,
+    overshoot: float = 0.0,
 ) -> Method:
     """ExDyna (CCGrid 2024): MiCRO with partitions that rebalance. `blocks` follows `control` unless given.
 
@@ -304,7 +311,7 @@ def exdyna(
         region=BalancedBlocks() if blocks == "adaptive" else SteppingBlocks(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
-        feedback=_looking(ahead),
+        feedback=_feedback(ahead, overshoot),
     )
 
 
@@ -336,6 +343,7 @@ def iwp(
     stochastic: bool = False,
     ceiling: float | None = None,
     ahead: float = 0.0,
+    overshoot: float = 0.0,
 ) -> Method:
     """Importance-weighted pruning (arXiv 1901.01544): entries large beside their parameters, picked by random ranks.
 
@@ -356,23 +364,30 @@ def iwp(
         criterion=Searched(Importance(eps, stochastic), _ceiling(ceiling), overlapping=True, per_layer=per_layer),
         proposers=RandomRanks(num_broadcasters),
         exchange=SteeredUnion(_ceiling(ceiling)),
-        feedback=_looking(ahead, momentum),
+        feedback=_feedback(ahead, overshoot, momentum),
     )
 
 
 @_constructor
-def union(*, density: float = DEFAULT_DENSITY, ceiling: float | None = None, ahead: float | None = None) -> Method:
+def union(
+    *,
+    density: float = DEFAULT_DENSITY,
+    ceiling: float | None = None,
+    ahead: float | None = None,
+    overshoot: float = 0.0,
+) -> Method:
     """Our own: every rank proposes over the whole vector, by a threshold that gives the union the target's size.
 
     No build-up, by control in place of exclusive partitions: no entry waits for its owner's turn, and no single
     rank's noise decides alone. Where the learning rate is known, which `sparsify(..., optimizer=optimizer)` sees to,
     ranks compute gradients where the parameters would be if what they have not sent had been applied (`ahead`: how much
-    of it; 0 is none).
+    of it; 0 is none). With `overshoot` entries that are sent go further than what waited, by this share of it, and the
+    residual owes that.
     """
     return Method(
         budget=Budget(density),
         region=Whole(),
         criterion=Searched(ceiling=_ceiling(ceiling), overlapping=True),
         exchange=SteeredUnion(_ceiling(ceiling)),
-        feedback=_looking(ahead),
+        feedback=_feedback(ahead, overshoot),
     )

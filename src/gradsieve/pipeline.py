@@ -98,7 +98,8 @@ class Worker:
         step = self.now()
         territory = self.method.region.known(self.learned.region, step) or Territory((), ())
         weights = None if parameters is None else Weights(parameters, self.setup.bounds)
-        self.view = View(step, self.residual.acc, weights, territory, wire=self.wire)
+        overshoot = self.method.feedback.overshoot
+        self.view = View(step, self.residual.acc, weights, territory, wire=self.wire, overshoot=overshoot)
         self._found: list[Any] = []
 
     def feed(self, start: int, gradient: Tensor) -> bool:

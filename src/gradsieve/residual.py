@@ -23,6 +23,8 @@ class Feedback:
     """Largest norm of the ranks' gradient; each rank clips its own to `clip / sqrt(world)`."""
     ahead: float | None = 0.0
     """How much of its residual a rank looks ahead by; None: all of it, where the rate is known. See `ahead`."""
+    overshoot: float = 0.0
+    """How much more than what waited is applied where entries were sent: see [Note: overshooting] in `exchange`."""
 
     def clip_factor(self, gradients: Sequence[Tensor], world: int, factor: float = 1.0) -> Tensor | None:
         """What to scale this rank's gradient with, if at all; the gradient is that which is given, times `factor`."""

@@ -96,6 +96,8 @@ class View:
     """What travels whole beside the support (excluded parameters)."""
     wire: torch.dtype = torch.float32
     """What values at the support travel as."""
+    overshoot: float = 0.0
+    """How much more than them is applied: see [Note: overshooting] in `exchange`."""
 
 
 class Candidates(NamedTuple):
