@@ -341,6 +341,7 @@ def iwp(
     per_layer: bool = False,
     momentum: float = 0.0,
     stochastic: bool = False,
+    warmup_steps: int = 0,
     ceiling: float | None = None,
     ahead: float = 0.0,
     overshoot: float = 0.0,
@@ -348,7 +349,8 @@ def iwp(
     """Importance-weighted pruning (arXiv 1901.01544): entries large beside their parameters, picked by random ranks.
 
     `eps` is relative to the RMS of the parameter's tensor. With `momentum` the residual takes in a velocity, as in
-    `dgc`. With `stochastic` an entry below the threshold passes with probability importance / threshold.
+    `dgc`. With `stochastic` an entry below the threshold passes with probability importance / threshold. Over
+    `warmup_steps` the density falls from 0.25.
 
     Differences from the paper, whose text leaves the details open: the threshold is agreed on within the step, so
     that the density is the asked one, over the model or, with `per_layer`, in each tensor.
@@ -359,7 +361,7 @@ def iwp(
     check_flag("per_layer", per_layer)
     check_flag("stochastic", stochastic)
     return Method(
-        budget=Budget(density),
+        budget=Budget(density, warmup_steps),
         region=Whole(),
         criterion=Searched(Importance(eps, stochastic), _ceiling(ceiling), overlapping=True, per_layer=per_layer),
         proposers=RandomRanks(num_broadcasters),
