@@ -177,8 +177,8 @@ class Part:
             code = torch.where(code + finite == 0, place + (len(self.layout.sparse) + 1), code)
             dense.nan_to_num_(0.0, 0.0, 0.0)
         if self._own is None:
-            own = [float(rank == self.worker.collectives.rank) for rank in range(self.worker.setup.world)]
-            self._own = dense.new_tensor(own)
+            self._own = dense.new_zeros(self.worker.setup.world)
+            self._own[self.worker.collectives.rank].fill_(1)  # nothing travels from the host
         return self._own * code
 
     def _unapplied(self, dense: Tensor) -> list[Span]:
