@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsieve
 from fleet import Fleet
-from gradsieve.ahead import Lookahead, reach_of
+from gradsieve.ahead import Lookahead, _subtract, reach_of
 from gradsieve.layout import Layout
 from gradsieve.residual import Feedback
 
@@ -309,6 +309,24 @@ def test_how_far() -> None:
     for bad in (-1, float("nan"), "far"):
         with pytest.raises((ValueError, TypeError), match="ahead"):
             gradsieve.union(ahead=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_parameters_move_ahead_at_once_elsewhere(
+    dtype: torch.dtype, residual_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operations of other devices than the CPU."""
+    homes = [torch.randn(5, 3, 2, 2).to(dtype, memory_format=torch.channels_last), torch.randn(7, 3).to(dtype)]
+    residuals = [torch.randn_like(home).to(residual_dtype) for home in homes]
+    one_by_one, at_once = ([torch.empty_like(home) for home in homes] for _ in range(2))
+    _subtract(homes, residuals, 0.25, one_by_one)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "device", torch.device("meta"))
+        _subtract(homes, residuals, 0.25, at_once)
+    for one, other in zip(one_by_one, at_once, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -116,9 +116,7 @@ class Lookahead:
     def _move(self, slots: Sequence[Slot], residuals: Sequence[Tensor], reach: float) -> None:
         homes = [slot.parameter.data for slot in slots]
         rooms = [self._room(slot.name, home) for slot, home in zip(slots, homes, strict=True)]
-        # in few launches, however many parameters there are
-        torch._foreach_copy_(rooms, homes)
-        torch._foreach_sub_(rooms, list(residuals), alpha=reach)
+        _subtract(homes, residuals, reach, rooms)
         for slot, home, room in zip(slots, homes, rooms, strict=True):
             slot.parameter.data = room
             self._away.append(_Away(slot.parameter, home, slot.parameter._version))
@@ -138,6 +136,16 @@ class Lookahead:
                 home.copy_(parameter.data)  # somebody wrote something else into it
             parameter.data = home
         self._away = []
+
+
+def _subtract(homes: Sequence[Tensor], residuals: Sequence[Tensor], reach: float, rooms: Sequence[Tensor]) -> None:
+    """Write `homes - reach * residuals` into the rooms: on CPU in one pass, elsewhere in few launches for all."""
+    if rooms[0].device.type == "cpu":
+        for home, residual, room in zip(homes, residuals, rooms, strict=True):
+            torch.sub(home, residual, alpha=reach, out=room)
+    else:
+        torch._foreach_copy_(list(rooms), list(homes))
+        torch._foreach_sub_(list(rooms), list(residuals), alpha=reach)
 
 
 class _Guard:
