@@ -109,7 +109,13 @@ def assert_skipped(faulty: list[Any], without: list[Any], tolerance: float = 0.0
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-@pytest.mark.parametrize("variant", ["micro", "exdyna", "union", "topk", "iwp", "cltk", "dense", "gtopk", "oktopk"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("micro", "union", "topk", "dense", "oktopk"),
+        *(pytest.param(variant, marks=pytest.mark.slow) for variant in ("exdyna", "iwp", "cltk", "gtopk")),
+    ],
+)
 def test_a_fault_on_one_rank_makes_all_leave_the_step_out(
     variant: str, scope: str, fleets: Callable[[int], Fleet]
 ) -> None:

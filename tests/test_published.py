@@ -102,7 +102,7 @@ def _assert_equal_courses(name: str, world: int, numel: int, density: float) -> 
 
 
 @both_methods
-@pytest.mark.parametrize("world", [2, 4, 7])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_simulated_run_is_the_published_one_at_every_step(name: str, world: int) -> None:
     _assert_equal_courses(name, world, 50_000, 0.01)
 
@@ -303,7 +303,7 @@ def test_one_block_moves_across_a_border_from_over_1_05_to_under_0_95238_of_the_
     assert _shown_sizes(pair) == [BLOCK * number for number in blocks]
 
 
-@pytest.mark.parametrize(("world", "floor"), [(2, 128), (4, 64), (7, 37)])
+@pytest.mark.parametrize(("world", "floor"), [(2, 128), pytest.param(4, 64, marks=pytest.mark.slow), (7, 37)])
 @pytest.mark.parametrize("side", ["first", "last"])
 def test_partition_never_falls_under_a_quarter_of_its_fair_share(world: int, floor: int, side: str) -> None:
     pair = Pair("exdyna", world, SMALLEST, density=0.05)

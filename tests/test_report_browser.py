@@ -84,7 +84,7 @@ def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_sticks_out(opened: Open, report: Path, tmp_path: Path, width: int, scheme: str) -> None:
     page = opened(report, width, scheme)

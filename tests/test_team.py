@@ -184,7 +184,14 @@ def test_a_team_does_what_workers_in_lockstep_do(variant: str, kind: str) -> Non
         assert_same_run(toys.make(variant, case.density), kind, case)
 
 
-@pytest.mark.parametrize("kind", ["noise", "ties", "not finite", "a sudden factor", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "noise",
+        "ties",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("not finite", "a sudden factor", "bfloat16")),
+    ],
+)
 @pytest.mark.parametrize("variant", sorted(TEAMS))
 def test_so_it_does_where_values_travel_as_bfloat16(variant: str, kind: str) -> None:
     for case in CASES:
