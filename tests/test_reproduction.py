@@ -80,7 +80,7 @@ def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyP
         path.rename(tmp_path / "phases" / "short" / path.name)
     (row,) = [line for line in tables.study_tables("phases").splitlines() if line.startswith("| micro ")]
     (group,) = [group for group in found[0].groups if group.label == "micro"]
-    share = group.phases.select / group.phases.step
+    share = group.phases.select / (group.phases.step - group.phases.rest)
     assert f"{percent(share)} | 1 |" in row
     assert told(tables.share_of_step(["micro"], "time/select", share * 1.01, virtual=False), found).holds
     assert not told(tables.share_of_step(["micro", "topk"], "time/select", share * 0.99, virtual=False), found).holds
