@@ -268,7 +268,7 @@ def ahead_at_bytes(label: str, others: Sequence[str]) -> Judge:
 def share_of_step(
     labels: Sequence[str], name: str, most: float, *, virtual: bool, world: int = 1, setting: str = ""
 ) -> Judge:
-    """The part that a phase takes of an iteration without its rest, where there are so many workers, virtual or processes.
+    """The part that a phase takes of an iteration without its rest, for so many workers, virtual or processes.
 
     Several on one device have its time together, so it is their part of it that counts, whoever's turn it was. The rest
     is that of all of them, and has in it what a late host makes the device wait: it would flatter.
