@@ -72,7 +72,7 @@ class Run:
 
 
 def _computed_where() -> tuple[bool, bool]:
-    """Is the gradient that enters the residual that at the parameters less half the rate times residual?"""
+    """Is the gradient that enters the residual that at the parameters less rate times residual?"""
     run = Run(gradsieve.union(density=DENSITY))
     run.train(range(3))
     before, twin = run.sieve.residuals(), copy.deepcopy(run.network)
@@ -80,7 +80,7 @@ def _computed_where() -> tuple[bool, bool]:
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             if name in before:
-                parameter.sub_(before[name], alpha=0.05)
+                parameter.sub_(before[name], alpha=0.1)
     inputs, targets = examples(3, dist.get_rank())
     functional.mse_loss(twin(inputs), targets).backward()  # type: ignore[no-untyped-call]
     run.backward(3)
@@ -301,7 +301,7 @@ def test_what_cannot_be_is_refused_and_what_is_not_asked_for_is_left_out(fleet2:
 def test_how_far() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
     sgd, upwards = torch.optim.SGD(parameters, lr=0.1), torch.optim.SGD(parameters, lr=0.1, maximize=True)
-    assert reach_of(Feedback(ahead=None), sgd) == 0.5
+    assert reach_of(Feedback(ahead=None), sgd) == 1.0
     assert reach_of(Feedback(ahead=None), None) == 0.0
     assert reach_of(Feedback(ahead=None), upwards) == 0.0
     assert reach_of(Feedback(ahead=0.3), sgd) == 0.3

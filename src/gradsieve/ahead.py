@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from gradsieve.layout import Slot
 from gradsieve.residual import Feedback
 
-HALF = 0.5
-"""The reach where nobody asks for another. See docs/accuracy.md for what was tried."""
+WHOLE = 1.0
+"""The reach where nobody asks for another. See docs/methods.md for what was tried."""
 
 
 def reach_of(feedback: Feedback, optimizer: torch.optim.Optimizer | None) -> float:
     """How much of its residual a rank looks ahead by: 0 is none of it."""
     if feedback.ahead is None:
-        return HALF if _is_known(optimizer) else 0.0
+        return WHOLE if _is_known(optimizer) else 0.0
     if feedback.ahead and not _is_known(optimizer):
         came = "no optimizer" if optimizer is None else f"a {type(optimizer).__name__}"
         raise ValueError(

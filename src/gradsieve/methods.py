@@ -382,9 +382,9 @@ def union(
 
     No build-up, by control in place of exclusive partitions: no entry waits for its owner's turn, and no single
     rank's noise decides alone. Where the learning rate is known, which `sparsify(..., optimizer=optimizer)` sees to,
-    ranks compute gradients where the parameters would be if half of what they have not sent had been applied (`ahead`:
-    how much of it; 0 is none). With `overshoot` entries that are sent go further than what waited, by this share of it,
-    and the residual owes that.
+    ranks compute gradients where the parameters would be if what they have not sent had been applied (`ahead`: how much
+    of it; 0 is none). With `overshoot` entries that are sent go further than what waited, by this share of it, and the
+    residual owes that.
     """
     return Method(
         budget=Budget(density),
