@@ -238,7 +238,7 @@ def test_the_summary_tells_what_the_run_came_to(over_processes: Run, tmp_path: P
     done = call("train", "--resume", "copy")
     accuracy, bytes_a_step = over_processes.summary["eval/accuracy"], over_processes.summary["comm/wire_bytes"]
     assert (
-        "micro(density=0.1, control='adaptive', ceiling=None, ahead=0.0, overshoot=0.0), 2 workers, 30 steps"
+        "micro(density=0.1, control='adaptive', ceiling=None, warmup_steps=0, ahead=0.0, overshoot=0.0), 2 workers, 30 steps"
         in done.out
     )
     assert f"accuracy: {100 * accuracy:.2f} %" in done.out

@@ -28,6 +28,7 @@ SOME: list[tuple[str, Case]] = [
     ("union", Case(2, 300, 0.05, torch.bfloat16, torch.bfloat16)),
     ("union that overshoots", Case(3, 300, 0.05)),
     ("union that overshoots", Case(2, 40, 0.1, torch.bfloat16)),
+    ("union that warms up", Case(3, 300, 0.01)),
     ("iwp", Case(2, 300, 0.05, gradient=torch.bfloat16)),
     ("iwp by two", Case(3, 40, 0.3)),
 ]

@@ -87,7 +87,7 @@ def test_density_outside_its_range_is_refused(name: str, density: float) -> None
         ("iwp", {"eps": -1}, ValueError, "eps must be at least 0"),
         ("iwp", {"momentum": 1.0}, ValueError, "momentum must be at least 0 and below 1, not 1.0"),
         ("iwp", {"per_layer": "yes"}, TypeError, "per_layer must be True or False, not 'yes'"),
-        ("iwp", {"warmup_steps": 0.5}, TypeError, "warmup_steps must be a whole number, not 0.5"),
+        ("union", {"warmup_steps": 0.5}, TypeError, "warmup_steps must be a whole number, not 0.5"),
         ("micro", {"overshoot": 1.0}, ValueError, "overshoot must be at least 0 and below 1, not 1.0"),
         ("oktopk", {"ceiling": 0.9}, ValueError, "ceiling must be at least 1"),
         ("gtopk", {"ceiling": 2.0}, TypeError, "gtopk() has no option 'ceiling'; valid are: density"),

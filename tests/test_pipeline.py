@@ -366,15 +366,16 @@ class TestWorker:
             assert all(outcome.reduced.dense.tolist() == [1.0, 1.0] for outcome in outcomes)
             assert outcomes[0].pending.read().support == 0
 
-    @pytest.mark.parametrize("name", ["dgc", "iwp"])
+    @pytest.mark.parametrize("name", ["dgc", "iwp", "micro", "exdyna", "union"])
     def test_the_target_follows_the_budget_of_the_step(self, name: str) -> None:
         crew = _crew(gradsieve.method(name, density=DENSITY, warmup_steps=4))
         records = [crew.step(_gradients(step), PARAMETERS)[0].pending.read() for step in range(6)]
         targets = [record.target for record in records]
         assert targets == sorted(targets, reverse=True)
         assert (targets[0], targets[-1]) == (150, 30)
-        if name == "iwp":
-            assert [record.support for record in records] == pytest.approx(targets, rel=0.1)
+        if name != "dgc":
+            # in the first step `union` does not know yet how many entries ranks propose alike
+            assert [record.support for record in records[1:]] == pytest.approx(targets[1:], rel=0.1)
 
 
 class TestReduceStep:

@@ -21,7 +21,7 @@ from gradsieve.types import Indices, Reduced
 TEAMS = {
     *("topk", "cltk", "hard_threshold", "micro", "exdyna", "iwp", "union"),
     *("micro-paper", "exdyna-paper", "exdyna-paper-blocks", "exdyna-paper-control"),
-    *("iwp-stochastic", "iwp-momentum", "union-tight", "union-overshoot"),
+    *("iwp-stochastic", "iwp-momentum", "union-tight", "union-overshoot", "union-warm-up"),
 }
 """The variants that can step as one; the others run in lockstep, whatever is asked."""
 STEPS = 4

@@ -30,6 +30,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "dgc-clipped": ("dgc", {"clip": 1.0, "warmup_steps": 4}),
     "union-tight": ("union", {"ceiling": 1.0}),
     "union-overshoot": ("union", {"overshoot": 0.5}),
+    "union-warm-up": ("union", {"warmup_steps": 4}),
     "oktopk-tight": ("oktopk", {"ceiling": 1.0}),
 }
 

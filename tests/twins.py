@@ -18,6 +18,7 @@ METHODS: dict[str, Callable[[float], Method]] = {
     "exdyna": lambda density: gradsieve.exdyna(density=density),
     "union": lambda density: gradsieve.union(density=density),
     "union that overshoots": lambda density: gradsieve.union(density=density, overshoot=0.5),
+    "union that warms up": lambda density: gradsieve.union(density=density, warmup_steps=6),
     "iwp": lambda density: gradsieve.iwp(density=density),
     "iwp by two": lambda density: gradsieve.iwp(density=density, num_broadcasters=2),
 }

@@ -60,7 +60,6 @@ def suits(method: Method, setup: Setup, residual_dtype: torch.dtype) -> bool:
         and not method.feedback.momentum
         and method.feedback.clip is None
         and residual_dtype in (torch.float32, torch.bfloat16)
-        and method.budget.warmup_steps == 0
         and method.budget.target(0, setup.numel) < setup.numel
         and setup.world <= MOST_RANKS
     )

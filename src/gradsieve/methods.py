@@ -272,6 +272,7 @@ def micro(
     density: float = DEFAULT_DENSITY,
     control: Control = "adaptive",
     ceiling: float | None = None,
+    warmup_steps: int = 0,
     ahead: float = 0.0,
     overshoot: float = 0.0,
 ) -> Method:
@@ -281,7 +282,7 @@ def micro(
     the target is met from the first one on; `control="paper"` steps it as the published code does.
     """
     return Method(
-        budget=Budget(density),
+        budget=Budget(density, warmup_steps),
         region=RotatingSlices(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
@@ -296,6 +297,7 @@ def exdyna(
     control: Control = "adaptive",
     blocks: Control | None = None,
     ceiling: float | None = None,
+    warmup_steps: int = 0,
     ahead: float = 0.0,
     overshoot: float = 0.0,
 ) -> Method:
@@ -307,7 +309,7 @@ def exdyna(
     blocks = control if blocks is None else blocks
     check_choice("blocks", blocks, ("adaptive", "paper"))
     return Method(
-        budget=Budget(density),
+        budget=Budget(density, warmup_steps),
         region=BalancedBlocks() if blocks == "adaptive" else SteppingBlocks(),
         criterion=_steered(control, ceiling),
         exchange=Disjoint(),
@@ -375,6 +377,7 @@ def union(
     *,
     density: float = DEFAULT_DENSITY,
     ceiling: float | None = None,
+    warmup_steps: int = 0,
     ahead: float | None = None,
     overshoot: float = 0.0,
 ) -> Method:
@@ -384,10 +387,10 @@ def union(
     rank's noise decides alone. Where the learning rate is known, which `sparsify(..., optimizer=optimizer)` sees to,
     ranks compute gradients where the parameters would be if what they have not sent had been applied (`ahead`: how much
     of it; 0 is none). With `overshoot` entries that are sent go further than what waited, by this share of it, and the
-    residual owes that.
+    residual owes that. Over `warmup_steps` the density falls from 0.25 to the asked one, as in `dgc`.
     """
     return Method(
-        budget=Budget(density),
+        budget=Budget(density, warmup_steps),
         region=Whole(),
         criterion=Searched(ceiling=_ceiling(ceiling), overlapping=True),
         exchange=SteeredUnion(_ceiling(ceiling)),
