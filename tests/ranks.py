@@ -37,6 +37,8 @@ class Message(NamedTuple):
 class Recording(LocalCollectives):
     """Collectives in process that keep a copy of what their rank handed over since `messages` was emptied."""
 
+    writes_letters = True
+
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world, CPU)
         self.messages: list[Message] = []

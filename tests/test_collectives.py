@@ -18,6 +18,7 @@ from gradsieve.collectives import (
     Collectives,
     ExchangeError,
     GroupCollectives,
+    Letter,
     LocalCollectives,
     TeamCollectives,
     lockstep,
@@ -110,6 +111,35 @@ async def hand_over(collectives: Collectives) -> list[Tensor]:
     return await collectives.all_to_all_pieces(pieces, lengths)
 
 
+def letter(content: Tensor) -> Letter[Tensor]:
+    return Letter(content, content.nbytes, lambda: content.view(torch.uint8))
+
+
+def read(message: Tensor) -> Tensor:
+    return message.clone().view(torch.bfloat16)
+
+
+async def swap_letters(collectives: Collectives) -> list[Tensor]:
+    """As `exchange_pieces`."""
+    world, rank = collectives.world, collectives.rank
+    letters = [
+        letter(own(collectives, rank + each, dtype=torch.bfloat16)) if rank != 1 and rank + each else None
+        for each in range(world)
+    ]
+    lengths = [2 * (each + rank) * (each != 1) for each in range(world)]
+    return await collectives.swap_letters(letters, lengths, lambda _, message: read(message))
+
+
+async def gather_letters(collectives: Collectives) -> list[Tensor]:
+    own_letter = letter(own(collectives, 3, dtype=torch.bfloat16))
+    return list(await collectives.gather_letters(own_letter, lambda rank, message: read(message) * (rank >= 0)))
+
+
+async def broadcast_letters(collectives: Collectives) -> list[Tensor]:
+    own_letter = letter(own(collectives, 4, dtype=torch.bfloat16))
+    return [await collectives.broadcast_letter(own_letter, source, read) for source in range(collectives.world)]
+
+
 async def swap_numbers(collectives: Collectives) -> list[Any]:
     told, heard = await collectives.swap_numbers(own(collectives, collectives.world, 2, dtype=torch.int64))
     return [told, heard]
@@ -198,6 +228,9 @@ PROGRAMS: dict[str, Program] = {
         exchange_matrices,
         exchange_pieces,
         hand_over,
+        swap_letters,
+        gather_letters,
+        broadcast_letters,
         swap_numbers,
         gather_half_precision,
         broadcast_from_each,
@@ -333,6 +366,33 @@ def test_pieces_of_other_lengths_than_awaited_are_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=re.escape("rank 1 awaits pieces of [2, 2] entries, and [1, 1] come")):
         in_process(surprised, world=2)
+
+
+def test_so_are_letters_and_those_of_one_size_must_be() -> None:
+    async def surprised(collectives: Collectives) -> list[Tensor]:
+        return await collectives.swap_letters([letter(torch.ones(2)), None], [8, 8], lambda _, message: message)
+
+    with pytest.raises(RuntimeError, match=re.escape("rank 1 awaits pieces of [8, 8] entries, and [0, 0] come")):
+        in_process(surprised, world=2)
+
+    async def unlike(collectives: Collectives) -> Any:
+        return await collectives.gather_letters(letter(torch.ones(1 + collectives.rank)), lambda _, message: message)
+
+    with pytest.raises(RuntimeError, match="ranks disagree on the next collective"):
+        in_process(unlike, world=2)
+
+
+def test_between_ranks_of_a_process_letters_are_not_written() -> None:
+    async def untold(collectives: Collectives) -> list[Any]:
+        sealed: Letter[str] = Letter(f"from {collectives.rank}", 8, lambda: pytest.fail("was written"))
+        return [
+            await collectives.swap_letters([sealed] * 2, [8] * 2, lambda _, message: str(message)),
+            await collectives.gather_letters(sealed, lambda _, message: str(message)),
+            await collectives.broadcast_letter(sealed, 1, str),
+        ]
+
+    for outcome in in_process(untold, world=2):
+        assert outcome.result == [["from 0", "from 1"], ["from 0", "from 1"], "from 1"]
 
 
 def test_a_team_has_no_pieces_of_unlike_lengths() -> None:

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from types import coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,16 @@ from torch import Tensor
 from gradsieve.clock import Stopwatch
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Letter(Generic[T]):
+    """What travels as bytes. Between ranks of one process it is handed over unwritten, and counts all the same."""
+
+    content: T
+    num_bytes: int
+    write: Callable[[], Tensor]
+
 
 # `all_gather_into_tensor` was renamed in torch 2.13.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,7 +89,7 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return own.new_empty((self.world, *own.shape))
-        with self._handing_over(own, "all-gather", what, own.nbytes * (self.world - 1)):
+        with self._handing_over(own.nbytes, "all-gather", what, own.nbytes * (self.world - 1)):
             return await self._all_gather(tensor)
 
     async def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Tensor:
@@ -86,7 +97,7 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return own
-        with self._handing_over(own, "all-reduce", what, own.nbytes * (2 * (self.world - 1) / self.world)):
+        with self._handing_over(own.nbytes, "all-reduce", what, own.nbytes * (2 * (self.world - 1) / self.world)):
             return await self._all_reduce(tensor)
 
     async def all_to_all(self, tensor: Tensor, what: str = "tensors") -> Tensor:
@@ -94,7 +105,7 @@ class Collectives(ABC):
         own = self._own(tensor)
         if own.numel() == 0:
             return tensor
-        with self._handing_over(own, "all-to-all", what, own.nbytes * ((self.world - 1) / self.world)):
+        with self._handing_over(own.nbytes, "all-to-all", what, own.nbytes * ((self.world - 1) / self.world)):
             return await self._all_to_all(tensor)
 
     async def all_to_all_pieces(
@@ -105,18 +116,47 @@ class Collectives(ABC):
 
         What leaves a rank and what arrives there need not be alike: the larger one counts as what its link passes.
         """
-        message = torch.cat(list(pieces))
-        leaving = len(message) - len(pieces[self.rank])
-        arriving = sum(lengths) - lengths[self.rank]
-        link_bytes = message.element_size() * max(leaving, arriving)
-        with self._handing_over(message, "all-to-all", what, link_bytes):
+        size = pieces[0].element_size()
+        with self._swapping([size * len(piece) for piece in pieces], [size * length for length in lengths], what):
             return await self._all_to_all_pieces(pieces, lengths)
+
+    async def swap_letters(
+        self,
+        letters: Sequence[Letter[T] | None],
+        lengths: Sequence[int],
+        read: Callable[[int, Tensor], T],
+        what: str = "letters",
+    ) -> list[T]:
+        """The contents of what each rank has for this one, by rank, where it has anything: letter r is for rank r, and
+        of rank r come `lengths[r]` bytes, which `read` is given with r."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        pieces = [nothing if letter is None else letter.write() for letter in letters]
+        arrived = await self.all_to_all_pieces(pieces, lengths, what)
+        return [read(rank, message) for rank, message in enumerate(arrived) if len(message)]
+
+    async def gather_letters(
+        self, letter: Letter[T], read: Callable[[int, Tensor], T], what: str = "letters"
+    ) -> Sequence[T]:
+        """The contents of everyone's letter, by rank; all are of one size."""
+        messages = await self.all_gather(letter.write(), what)
+        return await self.alike(lambda: [read(rank, message) for rank, message in enumerate(messages)])
+
+    async def broadcast_letter(
+        self, letter: Letter[T], source: int, read: Callable[[Tensor], T], what: str = "letters"
+    ) -> T:
+        """The content of the letter of rank `source`; the others bring one of the same size."""
+        if self.rank == source:
+            message = letter.write()
+        else:
+            message = torch.empty(letter.num_bytes, dtype=torch.uint8, device=self.device)
+        told = await self.broadcast(message, source, what)
+        return await self.alike(lambda: read(told))
 
     async def broadcast(self, tensor: Tensor, source: int, what: str = "tensors") -> Tensor:
         """The tensor of rank `source`; the others bring one of the same shape."""
         if tensor.numel() == 0:
             return tensor
-        with self._handing_over(tensor, "broadcast", what, tensor.nbytes * min(1, self.world - 1), source=source):
+        with self._telling(tensor.nbytes, source, what):
             return await self._broadcast(tensor, source)
 
     async def gather_pieces(self, own: Tensor, sources: Sequence[int], what: str = "tensors") -> list[Tensor]:
@@ -180,11 +220,19 @@ class Collectives(ABC):
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self.device)
 
+    def _telling(self, num_bytes: int, source: int, what: str) -> AbstractContextManager[None]:
+        """A broadcast of so many bytes."""
+        return self._handing_over(num_bytes, "broadcast", what, num_bytes * min(1, self.world - 1), source=source)
+
+    def _swapping(self, leaving: Sequence[int], arriving: Sequence[int], what: str) -> AbstractContextManager[None]:
+        """A swap of so many bytes, by rank."""
+        link_bytes = max(sum(each) - each[self.rank] for each in (leaving, arriving))
+        return self._handing_over(sum(leaving), "all-to-all", what, link_bytes)
+
     @contextmanager
     def _handing_over(
-        self, tensor: Tensor, operation: str, what: str, link_bytes: float, *, source: int | None = None
+        self, num_bytes: int, operation: str, what: str, link_bytes: float, *, source: int | None = None
     ) -> Iterator[None]:
-        num_bytes = tensor.numel() * tensor.element_size()
         self.wire_bytes += num_bytes if source in (None, self.rank) else 0
         self.link_bytes += link_bytes
         self.num_messages += 1
@@ -359,8 +407,10 @@ class _Offer(NamedTuple):
     operation: str
     tensor: Tensor
     source: int = 0
-    pieces: tuple[Tensor, ...] | None = None
-    """The tensor, cut for each rank, where ranks bring unlike lengths."""
+    pieces: tuple[Any, ...] | None = None
+    """Tensors or letters for each rank, where ranks bring unlike lengths."""
+    letter: Letter[Any] | None = None
+    """What the tensor, which has no memory then, stands for."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -376,6 +426,9 @@ class _Offer(NamedTuple):
 class LocalCollectives(Collectives):
     """Between ranks that share a process and are driven by `lockstep`."""
 
+    writes_letters = False
+    """Letters need not be written, as nobody has to read them."""
+
     async def _all_gather(self, tensor: Tensor) -> Tensor:
         gathered: Tensor = await self._meet(_Offer("all_gather", tensor))
         return gathered
@@ -389,12 +442,48 @@ class LocalCollectives(Collectives):
         return met[:, self.rank]
 
     async def _all_to_all_pieces(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        met = await self._meet(_Offer("all_to_all_pieces", torch.cat(list(pieces)), pieces=tuple(pieces)))
+        met = await self._meet(_Offer("all_to_all_pieces", pieces[0], pieces=tuple(pieces)))
         arrived = [brought[self.rank] for brought in met]
-        found = [len(piece) for piece in arrived]
-        if found != list(lengths):
-            raise RuntimeError(f"rank {self.rank} awaits pieces of {list(lengths)} entries, and {found} come")
+        self._check_lengths([len(piece) for piece in arrived], lengths)
         return arrived
+
+    async def swap_letters(
+        self,
+        letters: Sequence[Letter[T] | None],
+        lengths: Sequence[int],
+        read: Callable[[int, Tensor], T],
+        what: str = "letters",
+    ) -> list[T]:
+        if self.writes_letters:
+            return await super().swap_letters(letters, lengths, read, what)
+        with self._swapping(_sizes(letters), lengths, what):
+            met = await self._meet(_Offer("swap_letters", _standing_for(0), pieces=tuple(letters)))
+        arrived = [brought[self.rank] for brought in met]
+        self._check_lengths(_sizes(arrived), lengths)
+        return [letter.content for letter in arrived if letter is not None]
+
+    async def gather_letters(
+        self, letter: Letter[T], read: Callable[[int, Tensor], T], what: str = "letters"
+    ) -> Sequence[T]:
+        if self.writes_letters:
+            return await super().gather_letters(letter, read, what)
+        with self._handing_over(letter.num_bytes, "all-gather", what, letter.num_bytes * (self.world - 1)):
+            met = await self._meet(_Offer("gather_letters", _standing_for(letter.num_bytes), letter=letter))
+        return [brought.content for brought in met]
+
+    async def broadcast_letter(
+        self, letter: Letter[T], source: int, read: Callable[[Tensor], T], what: str = "letters"
+    ) -> T:
+        if self.writes_letters:
+            return await super().broadcast_letter(letter, source, read, what)
+        with self._telling(letter.num_bytes, source, what):
+            met = await self._meet(_Offer("broadcast_letter", _standing_for(letter.num_bytes), source, letter=letter))
+        told: T = met[source].content
+        return told
+
+    def _check_lengths(self, found: Sequence[int], awaited: Sequence[int]) -> None:
+        if list(found) != list(awaited):
+            raise RuntimeError(f"rank {self.rank} awaits pieces of {list(awaited)} entries, and {list(found)} come")
 
     async def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         told: Tensor = await self._meet(_Offer("broadcast", tensor, source))
@@ -416,6 +505,15 @@ class LocalCollectives(Collectives):
         result = await _suspended(offer)
         self.watch.switch("exchange")
         return result
+
+
+def _sizes(letters: Sequence[Letter[Any] | None]) -> list[int]:
+    return [0 if letter is None else letter.num_bytes for letter in letters]
+
+
+def _standing_for(num_bytes: int) -> Tensor:
+    """A message that nobody wrote."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 @coroutine
@@ -472,8 +570,10 @@ def _combined(offers: Sequence[_Offer | Callable[[], Any]], world: int) -> Any:
             f"ranks disagree on the next collective: {len(offers)} of {world} arrived, at {', '.join(names)}"
         )
     operation, source = met[0].operation, met[0].source
-    if operation == "all_to_all_pieces":
+    if met[0].pieces is not None:
         return [offer.pieces for offer in met]
+    if met[0].letter is not None:
+        return [offer.letter for offer in met]
     tensors = [offer.tensor for offer in met]
     if operation == "broadcast":
         return tensors[source]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.collectives import Collectives
+from gradsieve.collectives import Collectives, Letter
 from gradsieve.exchange import Exchange, averaged_beside
-from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked, wire_of
+from gradsieve.parcel import Entries, entries_of, letter_of, num_bytes, settled, summed, travelling, unpacked, wire_of
 from gradsieve.types import Proposal, Reduced, View
 from gradsieve.wire import Shape
 
@@ -87,40 +87,39 @@ class _Climb:
         """A round: of neighbours `stride` apart the right one hands over, the left one merges. All ranks take part,
         even those with nothing to do, so that collectives come in the same order on all."""
         rank, world = self._view.step.rank, self._view.step.world
-        pieces = [torch.empty(0, dtype=torch.uint8, device=self._sums.indices.device)] * world
+        letters: list[Letter[Entries] | None] = [None] * world
         lengths = [0] * world
         if rank % (2 * stride) == stride:
-            pieces[rank - stride] = self._message()
+            letters[rank - stride] = self._letter()
         elif rank % (2 * stride) == 0 and rank + stride < world:
             lengths[rank + stride] = self._num_bytes
-        arrived = await self._collectives.all_to_all_pieces(pieces, lengths, "merged entries")
-        if any(lengths):
-            self._take(arrived[rank + stride])
+        for arrived in await self._collectives.swap_letters(letters, lengths, lambda _, message: self._read(message)):
+            self._take(arrived)
 
     async def told(self) -> Entries:
         """The means over ranks, which the root tells all."""
         if not len(self._sums.indices):
             return self._sums
-        if self._view.step.rank == ROOT:
-            message = self._message()
-        else:
-            message = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._sums.indices.device)
-        told = await self._collectives.broadcast(message, ROOT, "merged entries")
-        return await self._collectives.alike(lambda: self._mean(told))
+        letter = self._letter() if self._view.step.rank == ROOT else self._addressed(self._sums)
+        total = await self._collectives.broadcast_letter(letter, ROOT, self._read, "merged entries")
+        return await self._collectives.alike(
+            lambda: total._replace(values=total.values.to(self._dtype) / self._view.step.world)
+        )
 
-    def _message(self) -> Tensor:
+    def _letter(self) -> Letter[Entries]:
         entries, rest = travelling(self._sums, self._view.wire)
         self.stayed.append(rest)
-        return packed(entries, 0, self._shape, self._wire)
+        return self._addressed(entries)
 
-    def _take(self, message: Tensor) -> None:
-        arrived = unpacked(message, self._shape, self._wire, stop=self._view.step.numel)
+    def _addressed(self, entries: Entries) -> Letter[Entries]:
+        return letter_of(entries, 0, self._shape, self._wire)
+
+    def _read(self, message: Tensor) -> Entries:
+        return unpacked(message, self._shape, self._wire, stop=self._view.step.numel)
+
+    def _take(self, arrived: Entries) -> None:
         together = summed([self._sums, arrived], self._dtype)
-        is_kept = torch.zeros(len(together.indices), dtype=torch.bool, device=message.device)
+        is_kept = torch.zeros(len(together.indices), dtype=torch.bool, device=arrived.indices.device)
         is_kept[kernels.largest(together.values.abs(), self._view.step.target)] = True
         self._sums = together.at(is_kept)
         self.stayed.append(together.at(~is_kept))
-
-    def _mean(self, message: Tensor) -> Entries:
-        total = unpacked(message, self._shape, self._wire, stop=self._view.step.numel)
-        return total._replace(values=total.values.to(self._dtype) / self._view.step.world)

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradsieve import control, kernels
 from gradsieve.collectives import Collectives
 from gradsieve.exchange import Exchange, averaged_beside
-from gradsieve.parcel import Entries, entries_of, num_bytes, packed, settled, summed, travelling, unpacked, wire_of
+from gradsieve.parcel import Entries, entries_of, letter_of, num_bytes, settled, summed, travelling, unpacked, wire_of
 from gradsieve.types import Owners, Proposal, Reduced, Step, View
 from gradsieve.wire import Shape
 
@@ -152,24 +152,23 @@ async def _added_up(
     entries: Entries, borders: tuple[int, ...], parcels: _Parcels, view: View, collectives: Collectives
 ) -> Entries:
     """What all ranks picked in this rank's stretch, added up in the order of ranks."""
-    device, dtype = entries.indices.device, wire_of(entries, view.wire)
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    dtype = wire_of(entries, view.wire)
     parts = map(Entries, *(torch.split(each, parcels.leaving) for each in entries))
-    pieces = [
-        packed(part, start, Shape.of(len(part.indices), stop - start), dtype) if len(part.indices) else nothing
+    letters = [
+        letter_of(part, start, Shape.of(len(part.indices), stop - start), dtype) if len(part.indices) else None
         for part, (start, stop) in zip(parts, pairwise(borders), strict=True)
     ]
     start, stop = borders[view.step.rank : view.step.rank + 2]
     shapes = [Shape.of(count, stop - start) for count in parcels.arriving]
     lengths = [num_bytes(shape, dtype) if shape.most else 0 for shape in shapes]
-    arrived = await collectives.all_to_all_pieces(pieces, lengths, "picked entries")
+    found = await collectives.swap_letters(
+        letters,
+        lengths,
+        lambda rank, message: unpacked(message, shapes[rank], dtype, start=start, stop=stop),
+        "picked entries",
+    )
     sum_dtype = torch.promote_types(view.acc.dtype, torch.float32)
     empty = Entries(entries.indices[:0], entries.values[:0])
-    found = [
-        unpacked(message, shape, dtype, start=start, stop=stop)
-        for message, shape in zip(arrived, shapes, strict=True)
-        if shape.most
-    ]
     return summed([empty, *found], sum_dtype)
 
 
@@ -181,17 +180,14 @@ async def _shared(
         return own
     stretches, dtype = list(pairwise(borders)), wire_of(own, view.wire)
     shape = Shape.of(max(quotas), max(stop - start for start, stop in stretches))
-    message = packed(own, borders[view.step.rank], shape, dtype)
-    messages = await collectives.all_gather(message, "kept sums")
 
-    def unpack() -> Entries:
-        parts = [
-            unpacked(each, shape, dtype, start=start, stop=stop)
-            for each, (start, stop) in zip(messages, stretches, strict=True)
-        ]
-        return Entries(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+    def read(rank: int, message: Tensor) -> Entries:
+        start, stop = stretches[rank]
+        return unpacked(message, shape, dtype, start=start, stop=stop)
 
-    return await collectives.alike(unpack)
+    letter = letter_of(own, borders[view.step.rank], shape, dtype)
+    parts = await collectives.gather_letters(letter, read, "kept sums")
+    return await collectives.alike(lambda: Entries(*(torch.cat(kind) for kind in zip(*parts, strict=True))))
 
 
 def _sizes(sums: Entries) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels, rounding, wire
+from gradsieve.collectives import Letter
 from gradsieve.wire import Shape
 
 
@@ -60,6 +61,11 @@ def unpacked(message: Tensor, shape: Shape, dtype: torch.dtype, *, start: int = 
     stored = message[shape.num_bytes :].clone().view(torch.uint8 if dtype == rounding.FLOAT8 else dtype)
     values = rounding.decoded(stored, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
     return Entries(indices, values[: len(indices)])
+
+
+def letter_of(entries: Entries, start: int, shape: Shape, dtype: torch.dtype) -> Letter[Entries]:
+    """The same, not written yet."""
+    return Letter(entries, num_bytes(shape, dtype), lambda: packed(entries, start, shape, dtype))
 
 
 def wire_of(entries: Entries, dtype: torch.dtype) -> torch.dtype:
