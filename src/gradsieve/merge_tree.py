@@ -93,8 +93,11 @@ class _Climb:
             letters[rank - stride] = self._letter()
         elif rank % (2 * stride) == 0 and rank + stride < world:
             lengths[rank + stride] = self._num_bytes
-        for arrived in await self._collectives.swap_letters(letters, lengths, lambda _, message: self._read(message)):
-            self._take(arrived)
+        arrived = await self._collectives.swap_letters(
+            letters, lengths, lambda _, message: self._read(message), "merged entries"
+        )
+        for entries in arrived:
+            self._take(entries)
 
     async def told(self) -> Entries:
         """The means over ranks, which the root tells all."""
