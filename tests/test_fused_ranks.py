@@ -22,6 +22,7 @@ from gradsieve.collectives import LocalCollectives, lockstep
 from gradsieve.fused import FusedWorker, make_worker
 from gradsieve.kernels.dispatch import Path
 from gradsieve.layout import Layout, Slot, fewer_than_two_dimensions
+from gradsieve.nonfinite import OnNonfinite
 from gradsieve.pipeline import PendingStats, Worker
 from gradsieve.rounding import WIRES
 from gradsieve.types import Setup, Span
@@ -362,6 +363,22 @@ def test_a_gradient_that_is_not_finite_is_named_when_its_step_is_over(exclude: t
         with pytest.raises(gradsieve.NonFiniteError, match=f"step 1: .*'weights.{layer}' on rank 0 .found now"):
             mean_of(model, 1 + control.LAG)
     assert all(residual.isfinite().all() for residual in sieve.residuals().values())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("on_nonfinite", ["raise", "propagate"])
+def test_with_a_scaler_no_kernel_is_used_whatever_becomes_of_faults(on_nonfinite: OnNonfinite) -> None:
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
+    with kernels.using("triton"):
+        model = DistributedDataParallel(toys.Chosen().to(DEVICE), bucket_cap_mb=0.003)
+        method = gradsieve.union(density=0.05)
+        sieve = gradsieve.sparsify(model, method, exclude=(), scaler=scaler, on_nonfinite=on_nonfinite)
+        gradients = [gradient.to(DEVICE) for gradient in toys.gradients_of(0, 0)]
+        model.zero_grad()
+        scaler.scale(model(gradients)).backward()
+        sent = toys.flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    waiting = toys.flat(list(sieve.residuals().values()))
+    torch.testing.assert_close(sent / 8 + waiting, toys.flat(gradients))
 
 
 def _trained_by_both(name: str) -> tuple[Trained, Trained]:

@@ -115,6 +115,15 @@ def test_trainings_at_every_rate_and_their_page() -> None:
     page(["out/lab-training.json"])
 
 
+@pytest.mark.usefixtures("_pretending")
+@pytest.mark.parametrize(("given", "density"), [((), 0.05), (("--density", 0.2), 0.2)], ids=["file", "command line"])
+def test_the_density_of_a_file_counts_unless_another_is_given(given: tuple[Any, ...], density: float) -> None:
+    Path("lab.toml").write_text("density = 0.05\n")
+    order = ["lab", "--train", "--model", "mlp(hidden=16)", "--rate", "1gbit", "--accuracy", 0.6, "--methods", "ddp"]
+    assert call(*order, "--config", "lab.toml", *given, "--output", "out").code == 0
+    assert json.loads(Path("out/lab-training.json").read_text())["setting"]["density"] == density
+
+
 def page(files: list[str]) -> None:
     pytest.importorskip("matplotlib")
     done = call("report", *files, "--output", "page")

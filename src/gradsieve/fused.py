@@ -688,11 +688,15 @@ def make_worker(
     wire: torch.dtype,
     narrow: bool = False,
     on_nonfinite: OnNonfinite = "propagate",
+    scaled: bool = False,
 ) -> Worker:
-    """A rank's worker, by the fastest way that method and device allow. `narrow`: some gradients have 16 bits."""
+    """A rank's worker, by the fastest way that method and device allow.
+
+    `narrow`: some gradients have 16 bits; `scaled`: they come multiplied with a scale.
+    """
     checks = on_nonfinite != "propagate"
-    # kernels overwrite the gradients, so a step cannot be taken back
-    by_kernels = kernels.uses_triton(collectives.device) and on_nonfinite != "skip"
+    # kernels know no scale, and overwrite the gradients, so that a step cannot be taken back
+    by_kernels = kernels.uses_triton(collectives.device) and on_nonfinite != "skip" and not scaled
     if by_kernels and suits(method, setup, dtype):
         return FusedWorker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, narrow=narrow, checks=checks)
     return Worker(method, setup, collectives, seed=seed, dtype=dtype, wire=wire, checks=checks)

@@ -269,6 +269,7 @@ class Sieve(Bound):
             wire=self._options.wire,
             narrow=any(slot.parameter.dtype.itemsize < 4 for slot in layout.sparse),
             on_nonfinite=self._options.on_nonfinite,
+            scaled=self._options.scaler is not None,
         )
         return Part(layout, worker, self._used)
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from gradsieve.bench.figures import STANDARD_OUTPUT, as_text, check_file, result, write
 from gradsieve.bench.step import StepRow, StepSetting
 from gradsieve.checks import UsageError, check_number
-from gradsieve.cli.bench import Density, Json, Model, Parameters, Scope, Wire, make_console, news, step_table
+from gradsieve.cli.bench import Json, Model, Parameters, Scope, Wire, make_console, news, step_table
 from gradsieve.cli.display import FAILED
+from gradsieve.cli.lab_training import DENSITY, OPTIONS, Lesson, check, folder_for, train_in_lab
 from gradsieve.cli.lab_training import METHODS as TRAIN_METHODS
-from gradsieve.cli.lab_training import OPTIONS, Lesson, check, folder_for, train_in_lab
 from gradsieve.cli.options import read_config, split
 from gradsieve.counters import Traffic
 from gradsieve.lab import names
@@ -78,7 +78,12 @@ def lab(
     ] = None,
     model: Model = None,
     parameters: Parameters = None,
-    density: Density = 0.01,
+    density: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            "--density", help=f"Share of the gradient to send in a step. Default: that of --config, or {DENSITY}."
+        ),
+    ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option("--steps", help=f"Steps that count. Default: {STEPS}; with --train all that the epochs have."),
@@ -136,8 +141,16 @@ def lab(
         "--stop-at-accuracy": stop_at_accuracy or None,
     }
     if train:
-        given = {"task": task, "model": model, "epochs": epochs, "steps": steps, "wire": wire, "scope": scope}
-        options = OPTIONS | read_config(config) | _asked(given) | {"density": density}
+        given = {
+            "task": task,
+            "model": model,
+            "epochs": epochs,
+            "steps": steps,
+            "density": density,
+            "wire": wire,
+            "scope": scope,
+        }
+        options = OPTIONS | read_config(config) | _asked(given)
         if parameters is not None or json is not None:
             raise UsageError("--train takes no --parameters and no --json: give --model, and --output for the figures")
         asked = TrainSetting(
@@ -149,7 +162,15 @@ def lab(
         raise UsageError(f"{', '.join(unused)} are options of a training: ask for one with --train")
     names_asked = tuple(split(methods or METHODS))
     setting = StepSetting(
-        parameters, model, density, STEPS if steps is None else steps, warmup, names_asked, wire, scope, INTERFACE
+        parameters,
+        model,
+        DENSITY if density is None else density,
+        STEPS if steps is None else steps,
+        warmup,
+        names_asked,
+        wire,
+        scope,
+        INTERFACE,
     )
     check_file(json)
     check_tools()

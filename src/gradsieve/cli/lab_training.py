@@ -39,7 +39,8 @@ METHODS = (
     "ddp,fp16,powersgd(rank=1),powersgd(rank=4),topk,cltk,micro,micro(wire=bfloat16),micro(scope=bucket),"
     "union,union(wire=bfloat16),union(scope=bucket),exdyna"
 )
-OPTIONS = {"task": "digits", "model": "mlp(hidden=3310)", "density": 0.01}
+DENSITY = 0.01
+OPTIONS = {"task": "digits", "model": "mlp(hidden=3310)", "density": DENSITY}
 """Of `gradsieve train`, where the user says nothing: 11.2 million parameters on real data that is built in."""
 FILE = "lab-training.json"
 KIND = "lab-training"
