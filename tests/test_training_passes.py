@@ -178,7 +178,8 @@ def test_captured_passes_are_those_on_the_cpu(method: str, precision: str) -> No
             assert float((ours.cpu() - theirs).norm()) <= tolerance * float(theirs.norm()), step
         for ours, theirs in zip(cuda.model.buffers(), cpu.model.buffers(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance)
-        cpu.optimizer.step()
+        for engine in (cpu, cuda):
+            engine.optimizer.step()
 
 
 def sent_or_waiting(engine: Virtual) -> Tensor:
