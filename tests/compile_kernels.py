@@ -13,9 +13,9 @@ from gradsieve.kernels import ladder, merge, packing, pick, scatter, sieve, tili
 
 FLOATS = {"gradient", "acc", "weights", "margins", "rest", "mean", "values"}
 INTS = {"ladder", "next_ladder", "slots", "tile_counts", "sent", "applied", "chunk_counts", "picked", "message"}
-INTS |= {"messages", "checks", "chunk_entries", "support", "marks", "table", "faults"}
+INTS |= {"messages", "chunk_sums", "chunk_entries", "support", "marks", "table", "faults"}
 LONGS = {"starts", "sources", "looks", "last", "tile_places", "borders", "rungs", "counts", "gathered", "offsets"}
-LONGS |= {"learned", "following", "record", "rung_of", "ranks", "upto"}
+LONGS |= {"learned", "following", "record", "rung_of", "ranks"}
 TYPES = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(LONGS, "*i64")
 LOOK: dict[str, Any] = {"BY_IMPORTANCE": False, "NARROW": False, "TILES": 4, "ENTRIES": 128}
 
@@ -40,7 +40,7 @@ def main() -> None:
         for look_at_all in (False, True):
             look = LOOK | {"ALL": look_at_all, "NARROW": narrow, "BY_IMPORTANCE": by_importance}
             compile_kernel(ladder._count, **look)
-            compile_kernel(pick._pick, **look)
+            compile_kernel(pick._pick, pick.PICK_WARPS, **look, CHUNKS=256)
     compile_kernel(sieve._clear, 1, REST=True, ENTRIES=sieve.ENTRIES)
     for cold in (False, True):
         compile_kernel(ladder._decide, ladder.DECIDE_WARPS, RANKS=16, COLD=cold, FIRST=False, FINAL=not cold)

@@ -184,7 +184,8 @@ class Place:
 
     def note(self, reaching: Sequence[int], quotas: Sequence[int], lengths: Sequence[int]) -> None:
         """Put into the record what the ranks reach, are to propose, and may send."""
-        self.decision.record[HEAD:] = torch.tensor([*reaching, *quotas, *lengths], device=DEVICE)
+        by_rank = torch.tensor([*reaching, *quotas, *lengths], device=DEVICE)
+        self.decision.record[HEAD:][: len(by_rank)] = by_rank
         self.decision.record[5:8] = sum(lengths)
 
 

@@ -178,7 +178,7 @@ def test_a_damaged_message_is_noticed_once_the_numbers_of_its_step_are_read(monk
 
     monkeypatch.setattr(TeamCollectives, "_all_gather", damaged)
     given, mean = torch.randn(3, 2, 100, device=DEVICE), torch.empty(100, device=DEVICE)
-    with pytest.raises(WireError, match="step 0: the indices of message 1 were damaged"):
+    with pytest.raises(WireError, match="step 0: the indices of rank 1 were damaged"):
         first.step(given[0])
     # who does not read them is told when the host comes to know them
     second.average(given[0], mean)

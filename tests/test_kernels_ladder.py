@@ -227,6 +227,8 @@ class Choice:
             reaching=reaching,
             quotas=quotas,
             lengths=lengths,
+            found=(0,) * len(rows),
+            stated=(0,) * len(rows),
         )
         assert self.ladder == control.warm_ladder(following).tolist()
         assert self.decision.applied.tolist() == [bits] * control.NUM_RUNGS

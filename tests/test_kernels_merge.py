@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.kernels.tiling import MARKED, Decision, Record
+from gradsieve.kernels.tiling import Decision, Record
 from kernel_place import DEVICE, MARKS, merge
 
 pytestmark = MARKS
@@ -37,9 +37,8 @@ def assert_merged(
     decision = Decision.empty(1, 1, 1, DEVICE)
     decision.record[5:8] = travelled
     decision.following.copy_(torch.tensor([77, 5, 3]))
-    support = torch.full((target * percent // 100 + 1,), numel, dtype=dtype, device=DEVICE)
-    chunk_counts = torch.full((-(-numel // MARKED),), -1, dtype=torch.int32, device=DEVICE)
-    merge(marks_of(indices, numel), chunk_counts, decision, support, target=target, percent=percent)
+    support = torch.full((target * percent // 100 + 1,), -1, dtype=dtype, device=DEVICE)
+    merge(marks_of(indices, numel), decision, support, numel=numel, target=target, percent=percent)
     union = kernels.merged(indices)
     expected = union if 100 * len(union) <= percent * target else kernels.thinned(union, target)
     assert support.dtype == dtype
@@ -81,6 +80,14 @@ def test_small_unions_are_merged_too(indices: list[int], target: int, percent: i
     assert_merged(torch.tensor(indices, dtype=torch.int64), 100, target=target, percent=percent)
 
 
+@pytest.mark.parametrize("target", [900, 300])
+def test_programs_that_look_at_several_stretches_of_marks_merge_them_in_order(
+    target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsieve.kernels.merge.MOST_CHUNKS", 3)
+    assert_merged(drawn(1000, 9 * 8192), 9 * 8192, target=target)
+
+
 def test_marks_up_to_the_last_bit_of_a_word_count() -> None:
     assert_merged(torch.arange(31, 64 * 32, 32), 64 * 32, target=64)
 
@@ -93,7 +100,6 @@ def test_a_long_vector_is_merged_rightly(numel: int) -> None:
     for index in entries.tolist():
         words[index // 32] |= (1 << index % 32) - (1 << 32 if index % 32 == 31 else 0)
     decision = Decision.empty(1, 1, 1, DEVICE)
-    support = torch.full((700,), numel, dtype=torch.int64, device="cuda")
-    chunk_counts = torch.empty(-(-numel // MARKED), dtype=torch.int32, device="cuda")
-    merge(words, chunk_counts, decision, support, target=1000, percent=105)
+    support = torch.full((700,), -1, dtype=torch.int64, device="cuda")
+    merge(words, decision, support, numel=numel, target=1000, percent=105)
     assert support.tolist() == entries.tolist() + [numel] * 100

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import kernels, wire
-from gradsieve.kernels.tiling import HEAD, Decision, Sight
+from gradsieve.kernels.tiling import HEAD, Decision, Record, Sight
 from kernel_place import DEVICE, MARKS, pack, unpack
 
 pytestmark = MARKS
@@ -40,7 +40,7 @@ class Proposals(NamedTuple):
         """A record that says how many travel of each rank."""
         decision = Decision.empty(1, self.world, 1, DEVICE)
         lengths = torch.tensor([len(own) for own in self.indices], device=DEVICE)
-        decision.record[HEAD + 2 * self.world :] = lengths
+        decision.record[HEAD + 2 * self.world :][: self.world] = lengths
         return decision
 
     def encoded(self) -> Tensor:
@@ -67,8 +67,15 @@ class Proposals(NamedTuple):
         total = sum(map(len, self.indices))
         support = torch.full((total + 1,), FILLER, dtype=torch.int64, device=DEVICE)
         ranks = torch.arange(self.world, device=DEVICE)
-        checks = unpack(messages, ranks, self.decision(), self.shape, support, None, shift=shift, numel=numel)
-        return support, checks
+        decision = self.decision()
+        unpack(messages, ranks, decision, self.shape, support, None, shift=shift, numel=numel)
+        return support, checks_of(decision)
+
+
+def checks_of(decision: Decision) -> Tensor:
+    """By rank: the checksum that was found, and the one that came."""
+    record = Record.of(decision.record.tolist(), decision.world)
+    return torch.tensor([record.found, record.stated]).T
 
 
 def proposals_of(
@@ -140,10 +147,11 @@ def marked_by(proposals: Proposals, messages: Tensor, ranks: Sequence[int], nume
     marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=DEVICE)
     support = torch.full((1,), FILLER, dtype=torch.int32, device=DEVICE)
     whose = torch.tensor(ranks, device=DEVICE)
-    checks = unpack(messages, whose, proposals.decision(), proposals.shape, support, marks, shift=0, numel=numel)
+    decision = proposals.decision()
+    unpack(messages, whose, decision, proposals.shape, support, marks, shift=0, numel=numel)
     assert support.tolist() == [FILLER]
     bits = marks.cpu().unsqueeze(1) >> torch.arange(32) & 1
-    return bits.flatten().nonzero().flatten().tolist(), checks
+    return bits.flatten().nonzero().flatten().tolist(), checks_of(decision)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 0], [1]], ids=str)

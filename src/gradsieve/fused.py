@@ -25,7 +25,7 @@ from torch import Tensor
 from gradsieve import control, kernels, wire
 from gradsieve.collectives import Collectives, TeamCollectives, run
 from gradsieve.exchange import SteeredUnion, owed
-from gradsieve.kernels.tiling import MARKED, MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
+from gradsieve.kernels.tiling import MOST_CHUNKS, TILE, Decision, Found, Record, Run, Sent, Sight, Tiles
 from gradsieve.layout import Slot, write_dense
 from gradsieve.methods import Method
 from gradsieve.nonfinite import LateNonFiniteError, OnNonfinite
@@ -136,7 +136,6 @@ class Late(NamedTuple):
 
     step: Step
     numbers: Tensor
-    checks: Tensor
     blocks: Tensor
     """Where in the support the entries of each block of the vector begin; empty where nobody asks."""
     faults: Tensor
@@ -144,9 +143,9 @@ class Late(NamedTuple):
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def sent(cls, step: Step, numbers: Tensor, checks: Tensor, blocks: Tensor, faults: Tensor) -> Late:
+    def sent(cls, step: Step, numbers: Tensor, blocks: Tensor, faults: Tensor) -> Late:
         """Start the way to the host."""
-        late = cls(step, _host_copy(numbers), _host_copy(checks), _host_copy(blocks), _host_copy(faults), None)
+        late = cls(step, _host_copy(numbers), _host_copy(blocks), _host_copy(faults), None)
         if numbers.device.type == "cpu":
             return late
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -170,14 +169,14 @@ class Late(NamedTuple):
         """Waits until it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found, expected = self.checks.unbind(1)
-        if not torch.equal(found, expected):
-            wrong = (found != expected).nonzero().flatten().tolist()
-            raise wire.WireError(
-                f"step {self.step.index}: the indices of message {wrong[0]} were damaged on their way, or are not "
-                "gradsieve's: run the same version on all ranks, and look for a faulty link or memory"
-            )
-        return Record.of(self.numbers.tolist(), self.step.world)
+        record = Record.of(self.numbers.tolist(), self.step.world)
+        for rank, (found, stated) in enumerate(zip(record.found, record.stated, strict=True)):
+            if found != stated:
+                raise wire.WireError(
+                    f"step {self.step.index}: the indices of rank {rank} were damaged on their way, or are not "
+                    "gradsieve's: run the same version on all ranks, and look for a faulty link or memory"
+                )
+        return record
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -470,17 +469,17 @@ class Fused:
 
         numel, device, step = self._setup.numel, self._acc.device, self._step
         messages, ranks, shape = await self._messages(picked)
-        support = torch.full((self._support_capacity,), numel, dtype=picked.dtype, device=device)
-        overlapping = isinstance(self._method.exchange, SteeredUnion)
-        marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=device) if overlapping else None
-        self._sums = unpack(
-            messages, ranks, self.decision, shape, support, marks, shift=step.index % step.world, numel=numel
-        )
+        support = torch.empty(self._support_capacity, dtype=picked.dtype, device=device)
+        marks = None
+        if isinstance(self._method.exchange, SteeredUnion):
+            marks = torch.zeros(-(-numel // 32), dtype=torch.int32, device=device)
+        else:
+            support.fill_(numel)
+        unpack(messages, ranks, self.decision, shape, support, marks, shift=step.index % step.world, numel=numel)
         if marks is not None:
             assert isinstance(self._method.exchange, SteeredUnion)
             percent = self._method.exchange.percent
-            chunk_counts = torch.empty(-(-numel // MARKED), dtype=torch.int32, device=device)
-            merge(marks, chunk_counts, self.decision, support, target=step.target, percent=percent)
+            merge(marks, self.decision, support, numel=numel, target=step.target, percent=percent)
         return support
 
     async def _messages(self, picked: Tensor) -> tuple[Tensor, Tensor, wire.Shape]:
@@ -530,7 +529,7 @@ class Fused:
         borders = torch.searchsorted(support, self._edges)
         tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]
         faults = dense_mean[len(dense_mean) - self._setup.world :] if self._checks else dense_mean[:0]
-        late = Late.sent(self._step, self.decision.record, self._sums, block_borders, faults)
+        late = Late.sent(self._step, self.decision.record, block_borders, faults)
         self._late.append(late)
         return Outcome(support, tile_borders, mean, dense_mean, rest, late)
 

@@ -16,7 +16,6 @@ from gradsieve.bench.timing import Case
 from gradsieve.collectives import Collectives, run
 from gradsieve.exchange import Exchange
 from gradsieve.fused import Fused, Late, Outcome, suits
-from gradsieve.kernels.tiling import MARKED
 from gradsieve.methods import Method, exdyna, iwp, micro, union
 from gradsieve.pipeline import Worker
 from gradsieve.search import SearchState
@@ -75,7 +74,7 @@ class FusedStep:
         self._weights = Weights(lambda: parameters, setup.bounds)
         self.support = spread_indices(setup.numel, self._target, device).to(self.fused.tiling.edges.dtype)
         borders = torch.searchsorted(self.support, self.fused.tiling.edges)
-        late = Late(self._step(0), nothing, nothing, nothing, nothing, None)
+        late = Late(self._step(0), nothing, nothing, nothing, None)
         self.outcome = Outcome(self.support, borders, self._given[self.support.long()], nothing, None, late)
         # as after some steps: how many a rank proposes is known
         share = -(-self._target // setup.world)
@@ -156,7 +155,6 @@ def _alone(name: str, step: FusedStep, target: int, setup: Setup, device: torch.
     marks = torch.zeros(-(-setup.numel // 32), dtype=torch.int32, device=device)
     bits = torch.ones_like(step.support, dtype=torch.int32) << (step.support % 32).int()
     marks.index_add_(0, step.support.long() // 32, bits)
-    marked = torch.empty(-(-setup.numel // MARKED), dtype=torch.int32, device=device)
     values = torch.empty((1, target), device=device)
     counts = decision.counts.expand(setup.world, -1).clone()
     decision.record[7] = target
@@ -166,7 +164,7 @@ def _alone(name: str, step: FusedStep, target: int, setup: Setup, device: torch.
         "pick": lambda: pick.pick(*looking, picked, rungs=None, rung=decision.record[1:2], first_rank=0),
         "pack": lambda: packing.pack(*packed),
         "unpack": lambda: packing.unpack(messages, ranks, decision, shape, found, None, shift=0, numel=setup.numel),
-        "merge": lambda: merge.merge(marks, marked, decision, found, target=target, percent=105),
+        "merge": lambda: merge.merge(marks, decision, found, numel=setup.numel, target=target, percent=105),
         "gather": lambda: scatter.gather(looking[0], step.support, decision, values),
         "write_back": step.write_back,
     }

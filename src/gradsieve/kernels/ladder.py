@@ -256,6 +256,9 @@ def _decide(
                 tl.store(record + _HEAD + rank, reaching, mask=present)
                 tl.store(record + _HEAD + world + rank, quotas, mask=present)
                 tl.store(record + _HEAD + 2 * world + rank, lengths, mask=present)
+                # no message has come yet
+                tl.store(record + _HEAD + 3 * world + rank, reaching * 0, mask=present)
+                tl.store(record + _HEAD + 4 * world + rank, reaching * 0, mask=present)
                 before += tl.sum(travelling)
                 proposed += tl.sum(quotas)
                 going += tl.sum(lengths)

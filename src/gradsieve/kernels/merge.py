@@ -12,50 +12,64 @@ from torch import Tensor
 
 from gradsieve.kernels.pick import thinned
 from gradsieve.kernels.sieve import num_ones
-from gradsieve.kernels.tiling import MARKED, Decision
+from gradsieve.kernels.tiling import MOST_CHUNKS, Decision
 
-WORDS = MARKED // 32
-"""Words of 32 marks that a program handles."""
+WORDS = 256
+"""Words of 32 marks that a program looks at at a time."""
+_CHUNKS = tl.constexpr(MOST_CHUNKS)
 
 
 @triton.jit
-def _marks_of(marks, num_words, WORDS: tl.constexpr):
-    """The words of this program's chunk, and which they are."""
-    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+def _marks_from(marks, first, num_words, WORDS: tl.constexpr):
+    """The words from number `first` on, and which they are."""
+    word = first + tl.arange(0, WORDS)
     return word, tl.load(marks + word, mask=word < num_words, other=0)
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def _measure(marks, num_words, chunk_counts, WORDS: tl.constexpr):
-    _, held = _marks_of(marks, num_words, WORDS)
-    tl.store(chunk_counts + tl.program_id(0), tl.sum(num_ones(held)))
+@triton.jit(do_not_specialize=["num_words", "share"])
+def _measure(marks, num_words, share, chunk_counts, WORDS: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * share
+    ones = tl.zeros([WORDS], dtype=tl.int32)
+    for first in range(start, tl.minimum(start + share, num_words), WORDS):
+        _, held = _marks_from(marks, first, num_words, WORDS)
+        ones += num_ones(held)
+    tl.store(chunk_counts + tl.program_id(0), tl.sum(ones))
 
 
-@triton.jit(do_not_specialize=["num_words", "num_chunks", "target", "percent", "capacity"])
+@triton.jit(do_not_specialize=["num_words", "share", "num_chunks", "target", "percent", "capacity", "numel"])
 def _merge(
-    marks, num_words, upto, num_chunks, target, percent, record, learned, support, capacity,
+    marks, num_words, share, chunk_counts, num_chunks, target, percent, record, learned, support, capacity, numel,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    before = tl.load(upto + chunk - 1, mask=chunk > 0, other=0)
-    distinct = tl.load(upto + num_chunks - 1)
+    chunks = tl.arange(0, _CHUNKS)
+    counts = tl.load(chunk_counts + chunks, mask=chunks < num_chunks, other=0).to(tl.int64)
+    distinct = tl.sum(counts)
+    before = tl.sum(tl.where(chunks < chunk, counts, 0))
     # too many: what is left out stays in the residual
     kept = tl.where(100 * distinct > percent * target.to(tl.int64), target.to(tl.int64), distinct)
-    word, held = _marks_of(marks, num_words, WORDS)
-    in_word = num_ones(held)
-    number = before + (tl.cumsum(in_word) - in_word)
-    # few are marked: bit by bit takes fewer turns than a word has bits
-    for _ in range(tl.max(in_word)):
-        lowest = held & -held
-        index = word * 32 + num_ones(lowest - 1)
-        place = number
-        # nearly always all stay, and divisions take long
-        if kept < distinct:
-            place = thinned(number, distinct, kept)
-        shown = (held != 0) & (place >= 0) & (place < capacity)
-        tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)
-        held ^= lowest
-        number += 1
+    start = chunk.to(tl.int64) * share
+    for first in range(start, tl.minimum(start + share, num_words), WORDS):
+        word, held = _marks_from(marks, first, num_words, WORDS)
+        in_word = num_ones(held)
+        number = before + (tl.cumsum(in_word) - in_word)
+        # few are marked: bit by bit takes fewer turns than a word has bits
+        for _ in range(tl.max(in_word)):
+            lowest = held & -held
+            index = word * 32 + num_ones(lowest - 1)
+            place = number
+            # nearly always all stay, and divisions take long
+            if kept < distinct:
+                place = thinned(number, distinct, kept)
+            shown = (held != 0) & (place >= 0) & (place < capacity)
+            tl.store(support + place, index.to(support.dtype.element_ty), mask=shown)
+            held ^= lowest
+            number += 1
+        before += tl.sum(in_word)
+    behind = tl.zeros([WORDS], dtype=support.dtype.element_ty) + numel
+    for first in range(kept + chunk * WORDS, capacity, num_chunks * WORDS):
+        place = first + tl.arange(0, WORDS)
+        tl.store(support + place, behind, mask=place < capacity)
     if chunk == 0:
         travelled = tl.load(record + 5)
         tl.store(record + 6, distinct)
@@ -65,26 +79,29 @@ def _merge(
             tl.store(learned + 2, distinct)
 
 
-def merge(
-    marks: Tensor, chunk_counts: Tensor, decision: Decision, support: Tensor, *, target: int, percent: int
-) -> None:
-    """Write the marked indices into `support`, thinned to the target where they exceed `percent` of it.
+def merge(marks: Tensor, decision: Decision, support: Tensor, *, numel: int, target: int, percent: int) -> None:
+    """Write the marked indices into `support`, thinned to the target where they exceed `percent` of it, then `numel`.
 
     Notes in the record how many there are, and in what was learned how far proposals overlap.
     """
-    grid = (len(chunk_counts),)
-    _measure[grid](marks, len(marks), chunk_counts, WORDS=WORDS, num_warps=4)
-    _merge[grid](
+    num_words = len(marks)
+    share = WORDS * triton.cdiv(num_words, WORDS * MOST_CHUNKS)
+    num_chunks = triton.cdiv(num_words, share)
+    chunk_counts = torch.empty(num_chunks, dtype=torch.int32, device=marks.device)
+    _measure[(num_chunks,)](marks, num_words, share, chunk_counts, WORDS=WORDS, num_warps=4)
+    _merge[(num_chunks,)](
         marks,
-        len(marks),
-        torch.cumsum(chunk_counts, 0),
-        len(chunk_counts),
+        num_words,
+        share,
+        chunk_counts,
+        num_chunks,
         target,
         percent,
         decision.record,
         decision.following,
         support,
         len(support),
+        numel,
         WORDS=WORDS,
         num_warps=4,
     )

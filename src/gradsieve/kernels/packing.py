@@ -1,8 +1,8 @@
 """Proposals into messages, and the messages of all ranks into a support, on the device.
 
 The plain twin is `wire`, which says what a message looks like. A message is refused without the host: a foreign one
-counts as empty, nothing is read or written out of bounds, and the checksum that was found is kept beside the one that
-came, for the host to compare once the step's numbers reach it.
+counts as empty, nothing is read or written out of bounds, and the checksum that was found stands in the record beside
+the one that came, for the host to compare once the step's numbers reach it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def _pack(
 
 @triton.jit(do_not_specialize=["num_words", "upper_words", "num_chunks"])
 def _tally(
-    messages, num_words, upper_words, checks, chunk_entries, num_chunks, WORDS: tl.constexpr, SEAL: tl.constexpr
+    messages, num_words, upper_words, chunk_sums, chunk_entries, num_chunks, WORDS: tl.constexpr, SEAL: tl.constexpr
 ):  # fmt: skip
-    """Add up the words for the checksum: into the message, or beside it with the set bits of its upper part."""
+    """Add up the words for the checksum: into the message, or by chunk beside the set bits of its upper part."""
     chunk = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
     message = messages + index * (num_words + _FIELDS)
@@ -95,7 +95,7 @@ def _tally(
     if SEAL:
         tl.atomic_add(message + 2, weighed.to(tl.int32), sem="relaxed")
     else:
-        tl.atomic_add(checks + index * 2, weighed.to(tl.int32), sem="relaxed")
+        tl.store(chunk_sums + index * num_chunks + chunk, weighed.to(tl.int32))
         bits = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
         tl.store(chunk_entries + index * num_chunks + chunk, tl.sum(tl.where((place < upper_words)[:, None], bits, 0)))
 
@@ -131,8 +131,8 @@ def pack(picked: Tensor, sight: Sight, decision: Decision, shape: wire.Shape, fi
     do_not_specialize=["num_words", "upper_words", "num_chunks", "low_bits", "tag", "shift", "numel", "capacity"]
 )
 def _unpack(
-    messages, num_words, upper_words, low_bits, tag, checks, chunk_entries, num_chunks, record, ranks, world, shift,
-    numel, support, capacity, marks,
+    messages, num_words, upper_words, low_bits, tag, chunk_sums, chunk_entries, num_chunks, record, ranks, world,
+    shift, numel, support, capacity, marks,
     WORDS: tl.constexpr, WORLD: tl.constexpr, DISJOINT: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -143,16 +143,18 @@ def _unpack(
     sound = ((tl.load(message) & 0xFFFFFF) == tag) & (tl.load(message + 1).to(tl.int64) == sent)
     count = tl.where(sound, sent, 0)
     if chunk == 0:
-        tl.store(checks + index * 2 + 1, tl.where(sound, tl.load(message + 2), ~tl.load(checks + index * 2)))
+        found = sum_before(chunk_sums + index * num_chunks, num_chunks).to(tl.int32)
+        tl.store(record + _HEAD + 3 * world + rank, found)
+        tl.store(record + _HEAD + 4 * world + rank, tl.where(sound, tl.load(message + 2), ~found))
     start = (tl.load(message + 3).to(tl.int64) & 0xFFFFFFFF) | (tl.load(message + 4).to(tl.int64) << 32)
     place = chunk * WORDS + tl.arange(0, WORDS)
     word = tl.load(message + _FIELDS + place, mask=place < upper_words, other=0)
     bit = tl.arange(0, 32)
-    found = (word[:, None] >> bit[None, :]) & 1
-    by_word = tl.sum(found, axis=1).to(tl.int64)
+    ones = (word[:, None] >> bit[None, :]) & 1
+    by_word = tl.sum(ones, axis=1).to(tl.int64)
     before = sum_before(chunk_entries + index * num_chunks, chunk) + tl.cumsum(by_word) - by_word
-    number = before[:, None] + tl.cumsum(found, axis=1).to(tl.int64) - 1
-    there = (found == 1) & (number < count)
+    number = before[:, None] + tl.cumsum(ones, axis=1).to(tl.int64) - 1
+    there = (ones == 1) & (number < count)
     high = place.to(tl.int64)[:, None] * 32 + bit[None, :] - number
     # the low bits stand in one word, or in two
     at = number * low_bits
@@ -184,19 +186,18 @@ def unpack(
     *,
     shift: int,
     numel: int,
-) -> Tensor:
+) -> None:
     """The indices of all messages, `[messages, bytes]`: side by side into `support` or, given `marks`, as marks there.
 
-    `ranks` says whose message each is. Side by side means in the order of partitions, at this step `shift` on.
-    Returns, for each message, the checksum of what came and the one that it has to be, `[messages, 2]`.
+    `ranks` says whose message each is. Side by side means in the order of partitions, at this step `shift` on. Notes
+    the checksums in the record.
     """
     words = messages.view(torch.int32)
     num_words = shape.upper_words + shape.lower_words
     num_chunks = -(-num_words // WORDS)
-    checks = torch.zeros((len(messages), 2), dtype=torch.int32, device=messages.device)
-    chunk_entries = torch.empty((len(messages), num_chunks), dtype=torch.int32, device=messages.device)
+    chunk_sums, chunk_entries = torch.empty((2, len(messages), num_chunks), dtype=torch.int32, device=messages.device)
     _tally[(num_chunks, len(messages))](
-        words, num_words, shape.upper_words, checks, chunk_entries, num_chunks, WORDS=WORDS, SEAL=False, num_warps=4
+        words, num_words, shape.upper_words, chunk_sums, chunk_entries, num_chunks, WORDS=WORDS, SEAL=False, num_warps=4
     )  # fmt: skip
     _unpack[(-(-shape.upper_words // WORDS), len(messages))](
         words,
@@ -204,7 +205,7 @@ def unpack(
         shape.upper_words,
         shape.low_bits,
         shape.tag,
-        checks,
+        chunk_sums,
         chunk_entries,
         num_chunks,
         decision.record,
@@ -220,4 +221,3 @@ def unpack(
         DISJOINT=marks is None,
         num_warps=4,
     )
-    return checks

@@ -17,14 +17,13 @@ from gradsieve.kernels.ladder import (
     collected_of,
     scores_of,
 )
-from gradsieve.kernels.tiling import HEAD, MOST_CHUNKS, Decision, Found, Sight, Tiles
+from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
 FEWER = 2
 """Picking takes so many times fewer tiles side by side than counting: it takes more of each entry."""
 PICK_WARPS = 2
 _ELEMENTS = tl.constexpr(ELEMENTS)
-_CHUNKS = tl.constexpr(MOST_CHUNKS)
 _HEAD = tl.constexpr(HEAD)
 
 
@@ -34,9 +33,9 @@ def thinned(number, count, quota):
 
     Entry `j` of the thinned list is entry `j * count // quota` of the whole one.
     """
-    quota = tl.maximum(quota, 1)
     place = (number * quota + count - 1) // tl.maximum(count, 1)
-    kept = (place < quota) & (place * count // quota == number)
+    # the whole number in [number * quota / count, (number + 1) * quota / count), if there is one
+    kept = place * count < (number + 1) * quota
     return tl.where(count <= quota, number, tl.where(kept, place, -1))
 
 
@@ -45,11 +44,11 @@ def _placed(number, reaching, quota, length):
     """Where an entry goes in the proposal, first thinned to the quota, then to the length that may travel."""
     placed = number
     # nearly always all go, and divisions take long
-    if (reaching > quota) | (quota > length):
-        place = thinned(number, reaching, quota)
-        placed = tl.where(place >= 0, thinned(tl.maximum(place, 0), quota, length), -1)
-        placed = tl.where((placed < length) & (length > 0), placed, -1)
-    return placed
+    if reaching > quota:
+        placed = thinned(placed, reaching, quota)
+    if quota > length:
+        placed = tl.where(placed >= 0, thinned(tl.maximum(placed, 0), quota, length), -1)
+    return tl.where(placed < length, placed, -1)
 
 
 @triton.jit
@@ -57,8 +56,8 @@ def _put(picked, base, flats, offset, hit, reaching, quota, length):
     """Write entries of a few tiles into the proposal, from number `base` of each on; returns how many each had."""
     hits = hit.to(tl.int32)
     place = _placed(base[:, None] + tl.cumsum(hits, axis=1) - 1, reaching, quota, length)
-    position = flats[:, None] + offset
-    tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length))
+    position = flats.to(picked.dtype.element_ty)[:, None] + offset
+    tl.store(picked + place, position, mask=hit & (place >= 0))
     return tl.sum(hits, axis=1)
 
 
@@ -67,6 +66,7 @@ def _pick(
     acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places,
     num_tiles, chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world, group,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     low, high = chunk_of(looks, row, num_chunks, group)
@@ -78,7 +78,7 @@ def _pick(
     reaching = tl.load(record + _HEAD + rank)
     quota = tl.load(record + _HEAD + world + rank)
     length = tl.minimum(tl.load(record + _HEAD + 2 * world + rank), capacity)
-    chunk = tl.arange(0, _CHUNKS)
+    chunk = tl.arange(0, CHUNKS)
     before = tl.load(chunk_counts + (row * _RUNGS + rung) * num_chunks + chunk, mask=chunk < tl.program_id(0), other=0)
     number = tl.sum(before).to(tl.int64)
     if ALL:
@@ -95,9 +95,7 @@ def _pick(
                 hit = inside & (score >= threshold)
                 hits = hit.to(tl.int64)
                 place = _placed(number + tl.cumsum(hits) - 1, reaching, quota, length)
-                tl.store(
-                    picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0) & (place < length)
-                )
+                tl.store(picked + place, position.to(picked.dtype.element_ty), mask=hit & (place >= 0))
                 number += tl.sum(hits)
     else:
         for tile in range(low, high, TILES):
@@ -174,5 +172,6 @@ def pick(
         NARROW=found.narrow,
         TILES=side_by_side,
         ENTRIES=entries,
+        CHUNKS=triton.next_power_of_2(decision.num_chunks),
         num_warps=PICK_WARPS,
     )

@@ -133,12 +133,12 @@ class Decision:
         return self.chunk_counts.shape[2]
 
 
-MARKED = 8192
-"""Marks that a program of `merge` handles."""
 MOST_CHUNKS = 1024
-"""Chunks that a row's tiles are dealt out to."""
+"""Chunks that a row's tiles, or marks, are dealt out to: so many that one program can add up the counts of all."""
 HEAD = 9
 """Single numbers of a record, before those by rank."""
+BY_RANK = 5
+"""Numbers of a record that there are for each rank."""
 
 
 class Record(NamedTuple):
@@ -158,12 +158,16 @@ class Record(NamedTuple):
     quotas: tuple[int, ...]
     lengths: tuple[int, ...]
     """What travels of each rank: its quota, or the room if that is less."""
+    found: tuple[int, ...]
+    """The checksum of what came from each rank; 0 where none of its indices travelled."""
+    stated: tuple[int, ...]
+    """The one that came with it."""
 
     @staticmethod
     def size(world: int) -> int:
-        return HEAD + 3 * world
+        return HEAD + BY_RANK * world
 
     @classmethod
     def of(cls, numbers: list[int], world: int) -> Record:
-        reaching, quotas, lengths = (tuple(numbers[HEAD + k * world : HEAD + (k + 1) * world]) for k in range(3))
-        return cls(*numbers[:HEAD], reaching=reaching, quotas=quotas, lengths=lengths)  # type: ignore[arg-type, misc]
+        by_rank = (tuple(numbers[HEAD + k * world : HEAD + (k + 1) * world]) for k in range(BY_RANK))
+        return cls(*numbers[:HEAD], *by_rank)  # type: ignore[arg-type]
