@@ -132,7 +132,7 @@ def test_chunks_are_stretches_of_tiles_in_their_order() -> None:
 @example(0.0)
 def test_a_group_is_always_of_one_size(per_tile: float) -> None:
     tiles, entries = group_shape(per_tile)
-    assert tiles * entries == 512
+    assert tiles * entries == 128
     assert 16 <= entries <= 128
     assert entries == 128 or entries >= 2 * per_tile
 

@@ -197,13 +197,15 @@ class Outcome(NamedTuple):
     mean: Tensor
     dense: Tensor
     rest: Tensor | None
-    late: Late
+    blocks: Tensor
+    faults: Tensor
+    """See `Late`."""
 
 
 class Fused:
     """Rows of one process, one for a rank or one for each of a team, stepping as one.
 
-    A step is `begin`, `feed` for each bucket, `exchange`, `write_back` for each bucket.
+    A step is `begin`, `feed` for each bucket, `exchange`, `sent`, `write_back` for each bucket, `tell`.
     """
 
     def __init__(
@@ -330,8 +332,6 @@ class Fused:
         if not self._open:
             return
         self.decision.counts.zero_()
-        if self._late and self._late[-1].step is self._step:
-            self._late.pop()
         self._cold = self._was_cold
         if self._cold:
             self._ladder.copy_(uploaded(control.cold_ladder().astype(np.int32), self._acc.device))
@@ -529,9 +529,7 @@ class Fused:
         borders = torch.searchsorted(support, self._edges)
         tile_borders, block_borders = borders[: len(self.tiling.edges)], borders[len(self.tiling.edges) :]
         faults = dense_mean[len(dense_mean) - self._setup.world :] if self._checks else dense_mean[:0]
-        late = Late.sent(self._step, self.decision.record, block_borders, faults)
-        self._late.append(late)
-        return Outcome(support, tile_borders, mean, dense_mean, rest, late)
+        return Outcome(support, tile_borders, mean, dense_mean, rest, block_borders, faults)
 
     def sent(self, outcome: Outcome) -> Sent:
         """End the step: what it sent is cleared when the next one reads the residual, or by `settle_residual`."""
@@ -557,6 +555,12 @@ class Fused:
 
         for run_of_tiles in runs:
             write_back(gradient, self.tiling.tiles, run_of_tiles, sent, outcome.mean)
+
+    def tell(self, outcome: Outcome) -> Late:
+        """Start the way of a step's numbers to the host, once nothing of the step comes behind it and has to wait."""
+        late = Late.sent(self._step, self.decision.record, outcome.blocks, outcome.faults)
+        self._late.append(late)
+        return late
 
 
 class FusedWorker(Worker):
@@ -659,9 +663,10 @@ class FusedWorker(Worker):
         for buffer, runs in self._taken:
             self._fused.write_back(buffer, runs, reduced, sent)
         write_dense(reduced.dense, gradients)
+        late = self._fused.tell(reduced)
         self._taken = []
         self.step += 1
-        return PendingStats(reduced.late.step, reduced.late.stats, reduced.dense, self.collectives)
+        return PendingStats(late.step, late.stats, reduced.dense, self.collectives)
 
 
 def _by_buffer(arrived: Sequence[tuple[Slot, Tensor]]) -> list[tuple[Tensor, tuple[tuple[int, int], ...]]]:
@@ -716,7 +721,7 @@ class FusedTeam:
         mean: Tensor,
         parameters: Callable[[], Tensor] | None,
         dense: Tensor | None,
-    ) -> tuple[Outcome, PendingStats]:
+    ) -> tuple[Outcome, Late, PendingStats]:
         """A whole step, with the means written into `mean`. Uses the gradients up."""
         first, collectives, fused = self._workers[0], self._collectives, self._fused
         collectives.start_step()
@@ -728,9 +733,10 @@ class FusedTeam:
         outcome = run(fused.exchange(dense))
         fused.write_back(mean, fused.tiling.whole, outcome, fused.sent(outcome))
         collectives.watch.switch(None)
+        late = fused.tell(outcome)
         for worker in self._workers:
             worker.step += 1
-        return outcome, PendingStats(step, outcome.late.stats, outcome.dense, collectives)
+        return outcome, late, PendingStats(step, late.stats, outcome.dense, collectives)
 
     def settle(self) -> None:
         """Clear from the residual what was sent."""

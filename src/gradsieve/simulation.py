@@ -148,7 +148,7 @@ class Simulation:
         if self._fused is not None:
             self._check_gradients(gradients, dense)
             fed = gradients if use_up and gradients.is_contiguous() else _copied(gradients)
-            outcome, pending = self._fused.average(fed, mean, parameters, dense)
+            outcome, _, pending = self._fused.average(fed, mean, parameters, dense)
             return outcome.dense, [pending]
         reduced, records = self.reduce(gradients, parameters, dense)
         mean.zero_()
@@ -181,9 +181,9 @@ class Simulation:
         """Waits for the step to end: how many entries there are is known only then."""
         assert self._fused is not None
         mean = torch.empty(gradients.shape[1], device=gradients.device)
-        outcome, pending = self._fused.average(_copied(gradients), mean, parameters, dense)
-        record = outcome.late.record()
-        support, thresholds = outcome.support[: record.support].long(), outcome.late.stats().thresholds
+        outcome, late, pending = self._fused.average(_copied(gradients), mean, parameters, dense)
+        record = late.record()
+        support, thresholds = outcome.support[: record.support].long(), late.stats().thresholds
         return Reduced(
             indices=support,
             mean=outcome.mean[: record.support],

@@ -15,7 +15,7 @@ from gradsieve.bench.given import heavy_tailed
 from gradsieve.bench.timing import Case
 from gradsieve.collectives import Collectives, run
 from gradsieve.exchange import Exchange
-from gradsieve.fused import Fused, Late, Outcome, suits
+from gradsieve.fused import Fused, Outcome, suits
 from gradsieve.methods import Method, exdyna, iwp, micro, union
 from gradsieve.pipeline import Worker
 from gradsieve.search import SearchState
@@ -74,8 +74,7 @@ class FusedStep:
         self._weights = Weights(lambda: parameters, setup.bounds)
         self.support = spread_indices(setup.numel, self._target, device).to(self.fused.tiling.edges.dtype)
         borders = torch.searchsorted(self.support, self.fused.tiling.edges)
-        late = Late(self._step(0), nothing, nothing, nothing, None)
-        self.outcome = Outcome(self.support, borders, self._given[self.support.long()], nothing, None, late)
+        self.outcome = Outcome(self.support, borders, self._given[self.support.long()], nothing, None, nothing, nothing)
         # as after some steps: how many a rank proposes is known
         share = -(-self._target // setup.world)
         self.fused.learn(method.region.start(setup), SearchState((0.0,), recent=(share,) * control.RECENT))

@@ -21,7 +21,7 @@ _GROWTH = tl.constexpr(ROOM_GROWTH)
 ELEMENTS = 256
 """Where the vector itself is looked at: entries at a time."""
 _ELEMENTS = tl.constexpr(ELEMENTS)
-GROUP = 512
+GROUP = 128
 """Where collected entries are looked at: so many at a time, of several tiles side by side."""
 
 
@@ -35,7 +35,7 @@ _HEAD = tl.constexpr(HEAD)
 
 RANKS = 32
 """Ranks whose counts `decide` looks at at a time."""
-COUNT_WARPS = 4
+COUNT_WARPS = 2
 DECIDE_WARPS = 1
 
 

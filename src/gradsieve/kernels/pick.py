@@ -20,8 +20,6 @@ from gradsieve.kernels.ladder import (
 from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
 
 _RUNGS = tl.constexpr(NUM_RUNGS)
-FEWER = 2
-"""Picking takes so many times fewer tiles side by side than counting: it takes more of each entry."""
 PICK_WARPS = 2
 _ELEMENTS = tl.constexpr(ELEMENTS)
 _HEAD = tl.constexpr(HEAD)
@@ -64,12 +62,12 @@ def _put(picked, base, flats, offset, hit, reaching, quota, length):
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "first_rank"])
 def _pick(
     acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places,
-    num_tiles, chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world, group,
+    num_tiles, chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    low, high = chunk_of(looks, row, num_chunks, group)
+    low, high = chunk_of(looks, row, num_chunks, TILES)
     acc += row * acc_row
     picked += row * capacity
     rung = tl.load(rung_of)
@@ -144,7 +142,6 @@ def pick(
     Comes after `count` at the same `rungs`, of which number `rung` is the threshold.
     """
     tiles, entries = sight.group
-    side_by_side = max(1, tiles // FEWER)
     _pick[(decision.num_chunks, len(acc))](
         acc,
         acc.stride(0),
@@ -166,11 +163,10 @@ def pick(
         picked.shape[1],
         first_rank,
         decision.world,
-        tiles,
         ALL=rungs is not None,
         BY_IMPORTANCE=sight.by_importance,
         NARROW=found.narrow,
-        TILES=side_by_side,
+        TILES=tiles,
         ENTRIES=entries,
         CHUNKS=triton.next_power_of_2(decision.num_chunks),
         num_warps=PICK_WARPS,

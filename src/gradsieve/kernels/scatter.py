@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsieve.kernels.tiling import TILE, Decision, Run, Sent, Tiles
 
-ENTRIES = 256
+ENTRIES = 128
 """Entries of the support that a program handles."""
 WRITTEN = 128
 """Entries that a program writes at a time: more than a tile nearly ever has."""
