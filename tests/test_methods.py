@@ -72,7 +72,7 @@ def test_density_outside_its_range_is_refused(name: str, density: float) -> None
     [
         ("micor", {}, ValueError, "unknown method 'micor'; did you mean 'micro'"),
         ("", {}, ValueError, "unknown method ''; valid are: dense"),
-        ("micro", {"densty": 0.1}, TypeError, "micro() has no option 'densty'; did you mean 'density'?"),
+        ("micro", {"densty": 0.1}, TypeError, "micro() has no option 'densty'; did you mean 'density' or"),
         ("micro", {"blocks": "paper"}, TypeError, "micro() has no option 'blocks'; valid are: density, control"),
         ("dense", {"density": 0.1}, TypeError, "dense() has no option 'density'; there are none"),
         ("micro", {"density": "0.1"}, TypeError, "density must be a number in (0, 1], not '0.1'"),
@@ -89,6 +89,8 @@ def test_density_outside_its_range_is_refused(name: str, density: float) -> None
         ("iwp", {"per_layer": "yes"}, TypeError, "per_layer must be True or False, not 'yes'"),
         ("iwp", {"warmup_steps": 0.5}, TypeError, "warmup_steps must be a whole number, not 0.5"),
         ("union", {"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, not -1"),
+        ("micro", {"warmup_density": 0}, ValueError, "warmup_density must lie in (0, 1], not 0"),
+        ("exdyna", {"warmup_density": 1.5}, ValueError, "warmup_density must lie in (0, 1], not 1.5"),
         ("micro", {"overshoot": 1.0}, ValueError, "overshoot must be at least 0 and below 1, not 1.0"),
         ("oktopk", {"ceiling": 0.9}, ValueError, "ceiling must be at least 1"),
         ("gtopk", {"ceiling": 2.0}, TypeError, "gtopk() has no option 'ceiling'; valid are: density"),
@@ -125,3 +127,12 @@ def test_warmup_falls_exponentially_to_the_density() -> None:
     assert targets[4:] == [1000, 1000]
     ratios = [later / earlier for earlier, later in pairwise(targets[:4])]
     assert ratios == pytest.approx([250 ** (-1 / 4)] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dgc", "micro", "exdyna", "iwp", "union"])
+def test_warmup_begins_where_it_is_told_to(name: str) -> None:
+    budget = gradsieve.method(name, density=0.01, warmup_steps=2, warmup_density=0.04).budget
+    assert [budget.target(step, 10_000) for step in range(4)] == [400, 200, 100, 100]
+    # there is nothing to fall from
+    low = gradsieve.method(name, density=0.01, warmup_steps=2, warmup_density=0.001).budget
+    assert [low.target(step, 10_000) for step in range(3)] == [100, 100, 100]
