@@ -169,7 +169,9 @@ class TestDensityControl:
 def _slow_cell(name: str, kind: str, world: int, density: float, device: str) -> None:
     scales = _up_and_down(STARTING_SCALES[kind], phase=100)
     method = gradsieve.method(name, density=density)
-    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100, short=0.1)
+    # of 8 ranks the same one broadcasts again in one step of 8, and has little left that reaches its last threshold
+    short = 0.125 if name == "iwp" else 0.1
+    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100, short=short)
 
 
 @pytest.mark.slow

@@ -251,7 +251,8 @@ def dgc(
     """Deep Gradient Compression (ICLR 2018): momentum correction, sampled threshold, density warm-up.
 
     The momentum lives in here: give the optimizer none. The paper warms up over five epochs, which is
-    `warmup_steps=5 * len(loader)`, from a `warmup_density` of 0.25. `clip` bounds the gradient's norm before it is taken in.
+    `warmup_steps=5 * len(loader)`, from a `warmup_density` of 0.25. `clip` bounds the gradient's norm before it is
+    taken in.
 
     Differences from the paper: one threshold for the model, not one per layer. Parameters of one dimension go dense
     by the default `exclude` of `sparsify`.
@@ -394,8 +395,8 @@ def union(
     rank's noise decides alone. Where the learning rate is known, which `sparsify(..., optimizer=optimizer)` sees to,
     ranks compute gradients where the parameters would be if what they have not sent had been applied (`ahead`: how much
     of it; 0 is none). With `overshoot` entries that are sent go further than what waited, by this share of it, and the
-    residual owes that. Over `warmup_steps` the density falls from `warmup_density` to the asked one, as in `dgc`: in long
-    training this brings accuracy nearer to dense training's.
+    residual owes that. Over `warmup_steps` the density falls from `warmup_density` to the asked one, as in `dgc`, which
+    in long training brings accuracy nearer to that of dense training.
     """
     return Method(
         budget=Budget(density, warmup_steps, warmup_density),
