@@ -66,6 +66,14 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
 
 
+def convolved() -> nn.Module:
+    """The features as an image of three channels."""
+    return nn.Sequential(
+        *(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(72, CLASSES)),
+    )
+
+
 def frozen() -> nn.Module:
     """With parameters that are not trained."""
     model = plain()

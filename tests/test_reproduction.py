@@ -44,7 +44,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_study_and_claim_has_its_place() -> None:
     names = {mark["name"] for mark in tables.MARK.finditer(tables.PAGE.read_text(encoding="utf-8"))}
-    assert names == {"claims", *(path.stem for path in tables.STUDIES.glob("*.toml"))}
+    assert names == {*tables.OF_CLAIMS, *(path.stem for path in tables.STUDIES.glob("*.toml"))}
     assert {claim.study for claim in tables.CLAIMS} <= names
 
 
@@ -53,6 +53,7 @@ def test_without_runs_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mon
     verdicts = {row.split("|")[-2].strip() for row in tables.claims_table().splitlines()[2:]}
     assert verdicts == {"not run yet", "not testable here"}
     assert tables.study_tables("iwp") == "Not run yet: `gradsieve compare studies/iwp.toml --short`\n"
+    assert len(tables.small_claims_table().splitlines()) == 2
 
 
 def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +69,25 @@ def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     table = tables.study_tables("micro-threshold")
     assert table.startswith("Short form, 2 of 6 runs of the first seed:")
     assert f"| {PAPER} | 4 | 0.01 |" in table
+
+
+def test_the_small_study_judges_what_neither_models_nor_schedule_are_part_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "state", lambda *_: (4, 4))
+    folder = tmp_path / "digits" / "short"
+    folder.mkdir(parents=True)
+    for run in make_runs(tmp_path / "runs", [Plan(method) for method in (PAPER, "topk", "iwp", "hard_threshold")]):
+        (folder / f"{run.folder.name}.json").write_text(digest_text(run))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables.small_claims_table().splitlines()[2:]]
+    words = " ".join(row[0] for row in rows)
+    assert "rises and falls with the norm" in words
+    assert "With indices from one worker alone" in words
+    # of AlexNet, of a rate that falls at once, of times, and of methods that were not run
+    assert not any(part in words for part in ("64 times", "learning rate does", "sorting", "ExDyna"))
+    assert {row[3] for row in rows} == {"`gradsieve compare studies/digits.toml --short`"}
+    assert {row[5] for row in rows} <= {"confirmed", "not confirmed"}
 
 
 def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> None:

@@ -53,6 +53,7 @@ def assert_alike(virtual: Run, processes: Run) -> None:
         {"method": "union", "wire": "bfloat16"},
         {"method": "micro(ahead=0.5)", "schedule": "cosine"},
         {"model": "dropout", "optimizer": "adamw", "lr": 0.01},
+        {"model": "small_runs:convolved", "method": "union"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -106,6 +107,16 @@ def test_all_start_from_the_buffers_of_rank_0_and_only_its_own_stay() -> None:
         engine.gradients(step)
         for name, buffer in engine.model.named_buffers():
             torch.testing.assert_close(buffer, expected[0][1][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_convolutions_lie_channels_last_with_their_gradients(precision: str) -> None:
+    engine = Virtual(plan(model="small_runs:convolved", precision=precision), CPU)
+    engine.gradients(0)
+    (weight,) = (parameter for parameter in engine.model.parameters() if parameter.dim() == 4)
+    assert weight.grad is not None
+    for tensor in (weight, weight.grad, engine._passes._twins[0][1].weight):  # type: ignore[index]
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_model_without_buffers_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,9 @@ def test_the_studies_of_the_repository_can_be(path: Path) -> None:
         found = study_cells(study, form, {})
         asked = {cell.config.epochs for cell in found if cell.config.task != "characters" and not cell.config.steps}
         assert asked == (set() if path.stem == "phases" else {epochs})
-        assert {cell.config.precision for cell in found if "float32" not in cell.grid} == {"auto"}
+        # the small one is the same on every machine
+        precision = "float32" if path.stem == "digits" else "auto"
+        assert {cell.config.precision for cell in found if "float32" not in cell.grid} == {precision}
         assert len(found) == len({cell.name for cell in found})
 
 
