@@ -358,6 +358,36 @@ def test_the_next_threshold_is_the_last_or_half_of_it_where_little_passed(
     assert control.next_threshold(applied, proposed, goal) == following
 
 
+@given(
+    before=st.integers(control.OVERLAP_UNIT, 64 * control.OVERLAP_UNIT),
+    distinct=st.integers(1, 10_000),
+    overlap=st.integers(100, 6400),
+)
+def test_a_known_overlap_moves_towards_that_of_the_step(before: int, distinct: int, overlap: int) -> None:
+    travelled = distinct * overlap // 100
+    latest, unit = control.next_overlap(1, 1, travelled, distinct)
+    assert latest / unit == pytest.approx(travelled / distinct, abs=1e-4)
+    after, unit = control.next_overlap(before, unit, travelled, distinct)
+    assert unit == control.OVERLAP_UNIT
+    assert min(before, latest) <= after <= max(before, latest)
+    assert 0.8 * latest - 1 <= after <= 1.25 * latest
+
+
+def test_an_overlap_that_jumps_up_and_down_is_foretold_better_than_by_the_last_step() -> None:
+    state = (1, 1)
+    for step, (overlap, following) in enumerate(pairwise([1.3, 1.9] * 10)):
+        state = control.next_overlap(*state, round(1000 * overlap), 1000)
+        if step > 4:
+            assert abs(state[0] / state[1] / following - 1) < 0.75 * abs(overlap / following - 1)
+
+
+@pytest.mark.parametrize(("lately", "then"), [(5.0, 1.0), (1.0, 5.0)])
+def test_an_overlap_that_really_changes_is_followed_at_once(lately: float, then: float) -> None:
+    state = int(lately * control.OVERLAP_UNIT), control.OVERLAP_UNIT
+    state = control.next_overlap(*state, int(1000 * then), 1000)
+    assert 0.8 <= state[0] / state[1] / then <= 1.25
+
+
 @pytest.mark.parametrize(
     ("recent", "room"),
     [

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve import kernels
+from gradsieve import control, kernels
 from gradsieve.kernels.tiling import Decision, Record
 from kernel_place import DEVICE, MARKS, merge
 
@@ -31,12 +31,13 @@ def assert_merged(
     percent: int = 105,
     travelled: int | None = None,
     dtype: torch.dtype = torch.int32,
+    lately: tuple[int, int] = (5, 3),
 ) -> None:
     """That the union is that of the plain twins, cut where it is too large, and what is learned is noted."""
     travelled = len(indices) if travelled is None else travelled
     decision = Decision.empty(1, 1, 1, DEVICE)
     decision.record[5:8] = travelled
-    decision.following.copy_(torch.tensor([77, 5, 3]))
+    decision.following.copy_(torch.tensor([77, *lately]))
     support = torch.full((target * percent // 100 + 1,), -1, dtype=dtype, device=DEVICE)
     merge(marks_of(indices, numel), decision, support, numel=numel, target=target, percent=percent)
     union = kernels.merged(indices)
@@ -45,7 +46,7 @@ def assert_merged(
     assert support.tolist() == expected.tolist() + [numel] * (len(support) - len(expected))
     record = Record.of(decision.record.tolist(), 1)
     assert (record.travelled, record.distinct, record.support) == (travelled, len(union), len(expected))
-    overlap = [travelled, len(union)] if travelled and len(union) else [5, 3]
+    overlap = control.next_overlap(*lately, travelled, len(union)) if travelled and len(union) else lately
     assert decision.following.tolist() == [77, *overlap]
 
 
@@ -65,6 +66,13 @@ def test_the_union_is_merged_and_cut_to_the_target(numel: int, target: int, dtyp
 @pytest.mark.parametrize("distinct", [99, 100, 101, 105, 106])
 def test_the_union_is_cut_where_it_exceeds_the_tolerance(distinct: int, percent: int) -> None:
     assert_merged(torch.randperm(9000)[:distinct], 9000, target=100, percent=percent)
+
+
+@pytest.mark.parametrize("lately", [1, 1.7, 64])
+@pytest.mark.parametrize("travelled", [300, 301, 997])
+def test_what_is_learned_moves_by_a_part_of_the_step(lately: float, travelled: int) -> None:
+    known = int(lately * control.OVERLAP_UNIT), control.OVERLAP_UNIT
+    assert_merged(torch.randperm(9000)[:300], 9000, target=300, travelled=travelled, lately=known)
 
 
 @pytest.mark.parametrize("travelled", [0, 40])

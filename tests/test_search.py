@@ -400,7 +400,7 @@ class TestSearched:
         state = apart.workers[0].learned.criterion
         assert (state.travelled, state.distinct) == (1, 1)
         state = together.workers[0].learned.criterion
-        assert (state.travelled, state.distinct) == (100, 25)
+        assert state.travelled == 4 * state.distinct
 
     @pytest.mark.parametrize(
         ("target", "travelled", "distinct", "goal"),
@@ -468,9 +468,18 @@ class TestObserve:
         moment, before = Moment(2, 1000, target=100), SearchState((1.0,), 3, 2, (9, 9, 9, 9))
         assert Searched().room(before, moment.of(0)) == 97
         after = _observed(Searched(overlapping=True), before, moment, (180, 30), distinct=50)
-        assert (after.travelled, after.distinct) == (97 + 30, 50)
+        assert after.travelled / after.distinct == pytest.approx((97 + 30) / 50, abs=1e-4)
         unbounded = _observed(Searched(overlapping=True), before._replace(recent=()), moment, (180, 30), distinct=50)
-        assert (unbounded.travelled, unbounded.distinct) == (210, 50)
+        assert unbounded.travelled / unbounded.distinct == pytest.approx(210 / 50, abs=1e-4)
+
+    def test_the_overlap_is_smoothed_from_one_step_to_the_next(self) -> None:
+        criterion, moment, state = Searched(overlapping=True), Moment(4, 1000, target=100), SearchState((1.0,))
+        overlaps = []
+        for travelled, distinct in [(120, 80), (120, 60), (120, 80), (120, 120)]:
+            state = _observed(criterion, state, moment, (travelled // 2,) * 2 + (0, 0), distinct=distinct)
+            overlaps.append(state.travelled / state.distinct)
+        # the first as it is, then by a third of the way, and never more than a quarter from the last
+        assert overlaps == pytest.approx([1.5, 5 / 3, 29 / 18, 1.25], abs=1e-4)
 
     @pytest.mark.parametrize(("counts", "distinct"), [((0, 0), 0), ((5, 5), 0)])
     def test_a_step_without_entries_says_nothing_of_the_overlap(self, counts: tuple[int, ...], distinct: int) -> None:

@@ -185,6 +185,27 @@ _HALF = 1 << 23
 """A factor of two in bits."""
 
 
+OVERLAP_UNIT = 1 << 16
+OVERLAP_STEPS = 3
+"""One step's overlap moves what is remembered by a part of so many."""
+OVERLAP_REACH = 4
+"""What is remembered lies at most one part of so many above that of the last step, or as far below."""
+
+
+def next_overlap(before: int, distinct_before: int, travelled: int, distinct: int) -> tuple[int, int]:
+    """How far proposals overlap, as a fraction over `OVERLAP_UNIT`, after a step of which so many `travelled`.
+
+    It jumps up and down from step to step, so that the last one by itself foretells the next one badly; but where it
+    really changes that is followed at once. Another denominator says that nothing is known yet.
+    """
+    latest = OVERLAP_UNIT * travelled // distinct
+    if distinct_before != OVERLAP_UNIT:
+        return latest, OVERLAP_UNIT
+    smooth = ((OVERLAP_STEPS - 1) * before + latest) // OVERLAP_STEPS
+    low, high = (latest * OVERLAP_REACH // (OVERLAP_REACH + 1), latest * (OVERLAP_REACH + 1) // OVERLAP_REACH)
+    return max(OVERLAP_UNIT, low, min(smooth, high)), OVERLAP_UNIT
+
+
 LAG = 2
 """A device works ahead of the host: a step's numbers reach the host, without a wait, only two steps later."""
 RECENT = 4

@@ -144,9 +144,9 @@ class Union(Exchange):
 class SteeredUnion(Union):
     """A union of about the target's size.
 
-    How far proposals overlap is known only once they are there. Where they overlap less than in the step before the
-    union is too large: it is cut, and what is left out stays in the residual. Where more, it falls short once, and the
-    next step proposes more.
+    How far proposals overlap is known only once they are there. Where they overlap less than they did lately the union
+    is too large: it is cut, and what is left out stays in the residual. Where more, it falls short, and the next steps
+    propose more.
     """
 
     ceiling: float

@@ -35,7 +35,7 @@ class SearchState(NamedTuple):
     thresholds: tuple[float, ...]
     """Where to look around, one per group; 0 where there was none yet."""
     travelled: int = 1
-    """Entries that travelled in the last step, over all ranks."""
+    """Entries that lately travelled, over all ranks, for so many `distinct` ones: see `control.next_overlap`."""
     distinct: int = 1
     """The same, each counted once: fewer where several ranks proposed the same entry."""
     recent: tuple[int, ...] = ()
@@ -114,9 +114,10 @@ class Searched(Criterion):
             for applied, last in zip(reduced.thresholds, state.thresholds, strict=True)
         )
         room = self.room(state, step)
-        overlap = sum(min(count, room) for count in counts), reduced.distinct
-        if not self.overlapping or 0 in overlap:
-            overlap = state.travelled, state.distinct
+        overlap = state.travelled, state.distinct
+        travelled = sum(min(count, room) for count in counts)
+        if self.overlapping and travelled and reduced.distinct:
+            overlap = control.next_overlap(*overlap, travelled, reduced.distinct)
         return SearchState(thresholds, *overlap, (*state.recent, max(counts))[-control.RECENT :])
 
     def check(self, state: SearchState, setup: Setup) -> None:
@@ -126,9 +127,9 @@ class Searched(Criterion):
             raise ValueError(
                 f"thresholds must be 0 or lie in {control.TINY:.3g} to {control.HUGE:.3g}, not {state.thresholds}"
             )
-        if not 1 <= state.distinct <= state.travelled <= max(1, setup.numel * setup.world):
+        if not 1 <= state.distinct <= state.travelled <= state.distinct * setup.world:
             raise ValueError(
-                f"distinct must be at least 1, and travelled lie between it and {setup.numel * setup.world}, "
+                f"distinct must be at least 1, and travelled lie between it and {setup.world} times as many, "
                 f"not {state.distinct} and {state.travelled}"
             )
         if len(state.recent) > control.RECENT or max(state.recent, default=0) > setup.numel:

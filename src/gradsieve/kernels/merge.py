@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradsieve.control import OVERLAP_REACH, OVERLAP_STEPS, OVERLAP_UNIT
 from gradsieve.kernels.pick import thinned
 from gradsieve.kernels.sieve import num_ones
 from gradsieve.kernels.tiling import MOST_CHUNKS, Decision
@@ -17,6 +18,9 @@ from gradsieve.kernels.tiling import MOST_CHUNKS, Decision
 WORDS = 256
 """Words of 32 marks that a program looks at at a time."""
 _CHUNKS = tl.constexpr(MOST_CHUNKS)
+_UNIT = tl.constexpr(OVERLAP_UNIT)
+_STEPS = tl.constexpr(OVERLAP_STEPS)
+_REACH = tl.constexpr(OVERLAP_REACH)
 
 
 @triton.jit
@@ -75,8 +79,12 @@ def _merge(
         tl.store(record + 6, distinct)
         tl.store(record + 7, tl.minimum(kept, capacity))
         if (travelled > 0) & (distinct > 0):
-            tl.store(learned + 1, travelled)
-            tl.store(learned + 2, distinct)
+            # the plain twin is `control.next_overlap`
+            lately, latest = tl.load(learned + 1), _UNIT * travelled // distinct
+            smooth = tl.minimum(((_STEPS - 1) * lately + latest) // _STEPS, latest * (_REACH + 1) // _REACH)
+            smooth = tl.maximum(tl.maximum(smooth, latest * _REACH // (_REACH + 1)), _UNIT)
+            tl.store(learned + 1, tl.where(tl.load(learned + 2) == _UNIT, smooth, latest))
+            tl.store(learned + 2, distinct * 0 + _UNIT)
 
 
 def merge(marks: Tensor, decision: Decision, support: Tensor, *, numel: int, target: int, percent: int) -> None:
