@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -34,6 +34,8 @@ FORMS: tuple[Form, ...] = ("full", "short")
 MOST_SEEDS = 10
 NOT_RUN = "not run yet"
 PHASES_STUDY = "phases"
+SMALL_STUDY = "digits"
+"""The one that anyone can run whole: claims of the others are judged by it, too."""
 SHOWN_PHASES = ("forward", "backward", "compute", "select", "exchange", "rest", "step")
 
 OURS = ("micro", "exdyna", "union")
@@ -63,6 +65,8 @@ class Claim:
     """None: it cannot be tested here, and `condition` says why."""
     forms: Sequence[Form] = FORMS
     """Those it can be judged by, the best first."""
+    anywhere: bool = True
+    """It can be judged by another study's runs, too: neither models nor schedule are part of its words."""
 
 
 class Case(NamedTuple):
@@ -187,7 +191,7 @@ def range_over_worlds(label: str, most: float) -> Judge:
     """From the worst to the best number of workers, setting by setting."""
 
     def judge(found: Sequence[Section]) -> Found | None:
-        finals = [cases([section], label, _final) for section in found]
+        finals = [told for section in found for told in _by_density(cases([section], label, _final))]
         ends = [
             (min(told, key=lambda case: case.value), max(told, key=lambda case: case.value))
             for told in finals
@@ -204,6 +208,11 @@ def range_over_worlds(label: str, most: float) -> Judge:
         return Found(obtained, all(high.value - low.value <= most for low, high in ends))
 
     return judge
+
+
+def _by_density(told: Sequence[Case]) -> list[list[Case]]:
+    densities = dict.fromkeys(case.group.density for case in told)
+    return [[case for case in told if case.group.density == density] for density in densities]
 
 
 def growth_over_worlds(label: str, name: str, most: float) -> Judge:
@@ -318,6 +327,7 @@ CLAIMS = (
         "Its density falls at once when the learning rate does.",
         *(MICRO, "micro-cifar10", "it is at least 1.5 times as high in the epochs before as in those after"),
         density_falls_at_decay("hard_threshold", 1.5),
+        anywhere=False,
     ),
     Claim(
         "MiCRO ends about where dense training does.",
@@ -408,6 +418,7 @@ CLAIMS = (
         "64 times (AlexNet) and 58.8 times (ResNet-50) fewer values, and the accuracy is kept.",
         *(IWP, "iwp", "it ends at most a point below dense in every setting; published on ImageNet, here on CIFAR-10"),
         measure_to("iwp", "dense", -1.0),
+        anywhere=False,
     ),
     Claim(
         "With indices from one worker alone 16 workers send no more than was asked.",
@@ -497,15 +508,33 @@ def command(study: str, form: str) -> str:
     return f"`gradsieve compare studies/{study}.toml --{form}`"
 
 
+CLAIM_TITLES = ("claim", "source", "confirmed if", "command", "obtained", "verdict")
+
+
 def claims_table() -> str:
-    titles = ("claim", "source", "confirmed if", "command", "obtained", "verdict")
-    return _markdown(titles, [_claim_row(claim) for claim in CLAIMS])
+    return _markdown(CLAIM_TITLES, [_claim_row(claim) for claim in CLAIMS])
+
+
+def small_claims_table() -> str:
+    """The same by the runs of the small study, in each form that has those that a claim needs."""
+    found = {form: results(SMALL_STUDY, form) for form in FORMS}
+    rows = []
+    for claim in CLAIMS:
+        if claim.judge is None or not claim.anywhere or claim.study == PHASES_STUDY:
+            continue
+        told = {form: claim.judge(found[form]) for form in reversed(claim.forms)}
+        moved = replace(claim, study=SMALL_STUDY)
+        rows += [_judged_row(moved, form, outcome) for form, outcome in told.items() if outcome is not None]
+    return _markdown(CLAIM_TITLES, rows)
 
 
 def _claim_row(claim: Claim) -> list[str]:
     if claim.judge is None:
         return [claim.words, claim.source, f"needs {claim.condition}", texts.ABSENT, texts.ABSENT, "not testable here"]
-    form, told = told_by(claim)
+    return _judged_row(claim, *told_by(claim))
+
+
+def _judged_row(claim: Claim, form: Form, told: Found | None) -> list[str]:
     obtained = texts.ABSENT if told is None else told.obtained
     return [
         claim.words,
@@ -583,8 +612,11 @@ def filled(page: str) -> str:
     return MARK.sub(lambda mark: f"{mark[1]}\n{_table(mark['name'])}\n{mark[4]}", page)
 
 
+OF_CLAIMS = {"claims": claims_table, "claims-on-digits": small_claims_table}
+
+
 def _table(name: str) -> str:
-    return claims_table() if name == "claims" else study_tables(name)
+    return OF_CLAIMS[name]() if name in OF_CLAIMS else study_tables(name)
 
 
 def main() -> int:

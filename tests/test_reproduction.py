@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_the_small_study_judges_what_neither_models_nor_schedule_are_part_of(
     # of AlexNet, of a rate that falls at once, of times, and of methods that were not run
     assert not any(part in words for part in ("64 times", "learning rate does", "sorting", "ExDyna"))
     assert {row[3] for row in rows} == {"`gradsieve compare studies/digits.toml --short`"}
+    # each form by itself
+    shutil.copytree(folder, tmp_path / "digits" / "full")
+    assert len(tables.small_claims_table().splitlines()) == 2 + 2 * len(rows)
     assert {row[5] for row in rows} <= {"confirmed", "not confirmed"}
 
 
@@ -168,6 +172,11 @@ def test_worlds_are_judged_by_their_range(made: Made) -> None:
     assert not narrow.holds
     assert narrow.obtained.startswith("digits · mlp: ")
     assert tables.range_over_worlds("topk", 1.0)(found) is None
+
+
+def test_densities_are_no_numbers_of_workers(made: Made) -> None:
+    found = made(*(Plan("micro", density=density) for density in (0.1, 0.001)))
+    assert tables.range_over_worlds("micro", 1.0)(found) is None
 
 
 def test_threshold_imbalance_and_times_are_judged(made: Made) -> None:
