@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ import pytest
 from gradsieve.report import figures
 from gradsieve.report.colours import looks
 from gradsieve.report.drawing import style
-from gradsieve.report.frontier import between, dense_bytes, equal_bytes_table, frontier_table, methods
-from gradsieve.report.grouping import Section, sections
+from gradsieve.report.frontier import between, dense_bytes, equal_bytes_table, far_behind, frontier_table, methods
+from gradsieve.report.grouping import Group, Section, Spread, sections
 from gradsieve.report.texts import ABSENT
 from synthetic_runs import Plan, make_runs
 
@@ -46,6 +48,33 @@ def test_the_figure_has_a_line_a_method_and_dense_as_a_level(section: Section) -
     assert dense is not None
     assert lines["_level"][:, 1].tolist() == pytest.approx([100 * dense.final.mean] * 2)
     assert axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("finals", "far"),
+    [
+        ([0.9, 0.89, 0.88, 0.87], []),
+        ([0.9, 0.89, 0.88, 0.1], [3]),
+        ([0.9, 0.89, math.nan, 0.88], [2]),
+        ([0.9, 0.9, 0.9, 0.1], []),
+        ([math.nan, math.inf], []),
+        ([], []),
+    ],
+)
+def test_who_ends_far_behind_is_told(section: Section, finals: list[float], far: list[int]) -> None:
+    groups = [SimpleNamespace(final=Spread(final, 0.0, final, final, 1)) for final in finals]
+    assert far_behind(section, cast("list[Group]", groups)) == [groups[place] for place in far]
+
+
+def test_who_ends_far_behind_leaves_the_room_to_the_others(section: Section, monkeypatch: pytest.MonkeyPatch) -> None:
+    worst = min(section.main, key=lambda group: group.final.mean)
+    monkeypatch.setattr(figures, "far_behind", lambda *_: [worst])
+    with style():
+        (axes,) = figures.measure_by_bytes(section, looks(group.series for group in section.groups)).axes
+    low, high = axes.get_ylim()
+    finals = [100 * group.final.mean for group in section.main if group is not worst]
+    assert 100 * worst.final.mean < low < min(finals) < max(finals) < high
+    assert [text.get_text() for text in axes.texts] == [f"outside: {worst.label}"]
 
 
 def test_the_table_tells_the_actual_density(section: Section) -> None:

@@ -31,7 +31,7 @@ from gradsieve.report.colours import (
 )
 from gradsieve.report.curves import Array, Curve, curve, smoothed
 from gradsieve.report.drawing import new_figure
-from gradsieve.report.frontier import methods
+from gradsieve.report.frontier import far_behind, methods
 from gradsieve.report.grouping import Group, Section
 from gradsieve.runs import WARM_UP_FRACTION, WARM_UP_STEPS
 
@@ -355,8 +355,20 @@ def measure_by_bytes(section: Section, looks: Looks) -> Figure:
             axes.lines[-1].set_markersize(6)
     axes.set_xscale("log")
     _format_bytes(axes)
+    _leave_out(axes, section, groups, far_behind(section, groups))
     _label(axes, "bytes through a worker's link in a step, each way", f"final {section.measure.axis}")
     return figure
+
+
+def _leave_out(axes: Axes, section: Section, groups: Sequence[Group], far: Sequence[Group]) -> None:
+    """Give the room to the others, and name who is outside of it."""
+    if not far:
+        return
+    ends = [section.measure.shown(end) for group in groups if group not in far for end in group.final[2:4]]
+    margin = 0.05 * (max(ends) - min(ends))
+    axes.set_ylim(min(ends) - margin, max(ends) + margin)
+    names = dict.fromkeys(texts.printable(group.label) for group in far)
+    axes.text(0.02, 0.02, f"outside: {', '.join(names)}", transform=axes.transAxes, fontsize=10, color=MUTED.light)
 
 
 def _line_of_method(axes: Axes, section: Section, look: Look, groups: Sequence[Group]) -> None:

@@ -17,11 +17,27 @@ BUDGETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 BYTES_OF_A_VALUE = 4
 
 
+FAR = 10
+"""Times as far behind as half of the others are: a figure that shows such a group shows little of the others."""
+
+
 def methods(section: Section) -> list[list[Group]]:
     """The judged groups that counted bytes, method by method, those that send least first."""
     counted = [group for group in section.main_judged if group.link_bytes > 0]
     by_method = groupby(counted, key=lambda group: group.label)
     return [sorted(groups, key=lambda group: group.link_bytes) for _, groups in by_method]
+
+
+def far_behind(section: Section, groups: Sequence[Group]) -> list[Group]:
+    """Those that end so far behind the best that a figure does without them."""
+    finals = np.array([group.final.mean for group in groups])
+    known = finals[np.isfinite(finals)]
+    if not len(known):
+        return []
+    best = known.max() if section.measure.higher_is_better else known.min()
+    behind = np.abs(finals - best)
+    limit = FAR * float(np.median(behind[np.isfinite(behind)]))
+    return [group for group, gap in zip(groups, behind, strict=True) if limit and not gap <= limit]
 
 
 def dense_bytes(section: Section) -> float:
