@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from gradsieve.cli.options import read_config
-from gradsieve.digests import find_runs, read_run
+from gradsieve.digests import read_runs
 from gradsieve.report import texts
 from gradsieve.report.curves import Array
 from gradsieve.report.grouping import Group, Section, ratio, sections
@@ -471,7 +471,7 @@ CLAIMS = (
 
 def results(study: str, form: Form) -> list[Section]:
     folder = RESULTS / study / form
-    return sections([read_run(path) for path in find_runs([folder])]) if any(folder.glob("*.json")) else []
+    return sections(read_runs([folder])) if any(folder.glob("*.json")) else []
 
 
 def told_by(claim: Claim) -> tuple[Form, Found | None]:

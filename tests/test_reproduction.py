@@ -94,6 +94,17 @@ def test_the_small_study_judges_what_neither_models_nor_schedule_are_part_of(
     assert {row[5] for row in rows} <= {"confirmed", "not confirmed"}
 
 
+def test_a_run_that_two_grids_asked_for_is_one_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    folder = tmp_path / "iwp" / "short"
+    folder.mkdir(parents=True)
+    (run,) = make_runs(tmp_path / "runs", [Plan("iwp")])
+    for grid in ("one", "two"):
+        (folder / f"{grid}.json").write_text(digest_text(run, {"name": "iwp", "form": "short", "grid": grid}))
+    (section,) = tables.results("iwp", "short")
+    assert [len(group.runs) for group in section.groups] == [1]
+
+
 def test_phases_are_shown_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "state", lambda *_: (1, 2))
