@@ -169,9 +169,11 @@ class TestDensityControl:
 def _slow_cell(name: str, kind: str, world: int, density: float, device: str) -> None:
     scales = _up_and_down(STARTING_SCALES[kind], phase=100)
     method = gradsieve.method(name, density=density)
-    # of 8 ranks the same one broadcasts again in one step of 8, and has little left that reaches its last threshold
-    short = 0.125 if name == "iwp" else 0.1
-    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100, short=short)
+    _check_control(_follow(method, kind, world, 1_000_000, scales, device=device), phase=100, short=0.1)
+
+
+# A rank that broadcast a step ago has little left that reaches the threshold of then, nor a quarter less.
+KNOWN_SHORT = {("iwp", "student", 8, 0.1): "32 of 300 steps fall short, 19 of them of a rank that comes twice in a row"}
 
 
 @pytest.mark.slow
@@ -180,7 +182,11 @@ def _slow_cell(name: str, kind: str, world: int, density: float, device: str) ->
 @pytest.mark.parametrize("world", [1, 2, 8, 16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONTROLLED)
-def test_density_control_of_a_million_entries_over_300_steps(name: str, kind: str, world: int, density: float) -> None:
+def test_density_control_of_a_million_entries_over_300_steps(
+    name: str, kind: str, world: int, density: float, request: pytest.FixtureRequest
+) -> None:
+    if reason := KNOWN_SHORT.get((name, kind, world, density)):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=not torch.cuda.is_available()))
     _slow_cell(name, kind, world, density, "cuda" if torch.cuda.is_available() else "cpu")
 
 
