@@ -406,7 +406,7 @@ class TestSearched:
         state = apart.workers[0].learned.criterion
         assert (state.travelled, state.distinct) == (1, 1)
         state = together.workers[0].learned.criterion
-        assert state.travelled == 4 * state.distinct
+        assert (state.travelled, state.distinct) == (4 * control.OVERLAP_UNIT, control.OVERLAP_UNIT)
 
     @pytest.mark.parametrize(
         ("target", "travelled", "distinct", "goal"),
@@ -474,9 +474,9 @@ class TestObserve:
         moment, before = Moment(2, 1000, target=100), SearchState((1.0,), 3, 2, (9, 9, 9, 9))
         assert Searched().room(before, moment.of(0)) == 97
         after = _observed(Searched(overlapping=True), before, moment, (180, 30), distinct=50)
-        assert after.travelled / after.distinct == pytest.approx((97 + 30) / 50, abs=1e-4)
+        assert (after.travelled, after.distinct) == control.next_overlap(1, 1, 97 + 30, 50)
         unbounded = _observed(Searched(overlapping=True), before._replace(recent=()), moment, (180, 30), distinct=50)
-        assert unbounded.travelled / unbounded.distinct == pytest.approx(210 / 50, abs=1e-4)
+        assert (unbounded.travelled, unbounded.distinct) == control.next_overlap(1, 1, 210, 50)
 
     def test_the_overlap_is_smoothed_from_one_step_to_the_next(self) -> None:
         criterion, moment, state = Searched(overlapping=True), Moment(4, 1000, target=100), SearchState((1.0,))
@@ -486,6 +486,17 @@ class TestObserve:
             overlaps.append(state.travelled / state.distinct)
         # the first as it is, then by a third of the way, and never more than a quarter from the last
         assert overlaps == pytest.approx([1.5, 5 / 3, 29 / 18, 1.25], abs=1e-4)
+
+    @pytest.mark.parametrize(
+        ("travelled", "distinct"),
+        [(0, 0), (1, 2), (7, 2), (1 << 16, 1), (10**30, 10**30), ((1 << 16) + 1, (1 << 16) + 1)],
+    )
+    def test_an_overlap_that_cannot_be_is_refused(self, travelled: int, distinct: int) -> None:
+        criterion, setup = Searched(overlapping=True), Moment(3, 1000, target=100).of(0).setup
+        for state in (SearchState((1.0,)), SearchState((1.0,), 3 << 16, 1 << 16), SearchState((1.0,), 6, 2)):
+            criterion.check(state, setup)
+        with pytest.raises(ValueError, match="distinct must lie between 1 and 65536, and travelled between it and 3"):
+            criterion.check(SearchState((1.0,), travelled, distinct), setup)
 
     @pytest.mark.parametrize(("counts", "distinct"), [((0, 0), 0), ((5, 5), 0)])
     def test_a_step_without_entries_says_nothing_of_the_overlap(self, counts: tuple[int, ...], distinct: int) -> None:

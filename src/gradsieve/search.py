@@ -127,9 +127,10 @@ class Searched(Criterion):
             raise ValueError(
                 f"thresholds must be 0 or lie in {control.TINY:.3g} to {control.HUGE:.3g}, not {state.thresholds}"
             )
-        if not 1 <= state.distinct <= state.travelled <= state.distinct * setup.world:
+        most = max(control.OVERLAP_UNIT, setup.numel)
+        if not 1 <= state.distinct <= min(most, state.travelled) or state.travelled > state.distinct * setup.world:
             raise ValueError(
-                f"distinct must be at least 1, and travelled lie between it and {setup.world} times as many, "
+                f"distinct must lie between 1 and {most}, and travelled between it and {setup.world} times as many, "
                 f"not {state.distinct} and {state.travelled}"
             )
         if len(state.recent) > control.RECENT or max(state.recent, default=0) > setup.numel:
