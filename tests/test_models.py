@@ -87,6 +87,7 @@ def test_every_model_is_tested() -> None:
     ("make", "expected"),
     [
         (models.resnet18, 11_173_962),
+        (lambda: models.resnet18(width=16), 701_466),
         (models.resnet50, 23_520_842),
         (models.resnet152, 58_156_618),
         (models.googlenet, 6_166_250),
