@@ -54,7 +54,7 @@ def test_without_runs_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mon
     verdicts = {row.split("|")[-2].strip() for row in tables.claims_table().splitlines()[2:]}
     assert verdicts == {"not run yet", "not testable here"}
     assert tables.study_tables("iwp") == "Not run yet: `gradsieve compare studies/iwp.toml --short`\n"
-    assert len(tables.small_claims_table().splitlines()) == 2
+    assert all(len(tables.small_claims_table(study).splitlines()) == 2 for study in tables.SMALL_STUDIES)
 
 
 def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,25 +72,26 @@ def test_digests_fill_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert f"| {PAPER} | 4 | 0.01 |" in table
 
 
-def test_the_small_study_judges_what_neither_models_nor_schedule_are_part_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("study", tables.SMALL_STUDIES)
+def test_small_studies_judge_what_models_are_no_part_of(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "state", lambda *_: (4, 4))
-    folder = tmp_path / "digits" / "short"
+    folder = tmp_path / study / "short"
     folder.mkdir(parents=True)
     for run in make_runs(tmp_path / "runs", [Plan(method) for method in (PAPER, "topk", "iwp", "hard_threshold")]):
         (folder / f"{run.folder.name}.json").write_text(digest_text(run))
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables.small_claims_table().splitlines()[2:]]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables.small_claims_table(study).splitlines()[2:]]
     words = " ".join(row[0] for row in rows)
     assert "rises and falls with the norm" in words
     assert "With indices from one worker alone" in words
-    # of AlexNet, of a rate that falls at once, of times, and of methods that were not run
-    assert not any(part in words for part in ("64 times", "learning rate does", "sorting", "ExDyna"))
-    assert {row[3] for row in rows} == {"`gradsieve compare studies/digits.toml --short`"}
+    # of AlexNet, of times, and of methods that were not run
+    assert not any(part in words for part in ("64 times", "sorting", "ExDyna"))
+    assert {row[3] for row in rows} == {f"`gradsieve compare studies/{study}.toml --short`"}
     # each form by itself
-    shutil.copytree(folder, tmp_path / "digits" / "full")
-    assert len(tables.small_claims_table().splitlines()) == 2 + 2 * len(rows)
+    shutil.copytree(folder, tmp_path / study / "full")
+    assert len(tables.small_claims_table(study).splitlines()) == 2 + 2 * len(rows)
     assert {row[5] for row in rows} <= {"confirmed", "not confirmed"}
 
 
@@ -211,3 +212,8 @@ def test_a_fall_of_density_is_seen(made: Made) -> None:
     assert told(judge, [fallen]).obtained.startswith(times(4))
     assert not told(judge, [section]).holds
     assert math.isclose(tables._density_within(fallen.groups[0], 0.65, 0.75), 0.04)
+
+
+def test_where_the_learning_rate_does_not_fall_at_once_the_density_need_not(made: Made) -> None:
+    found = made(Plan("hard_threshold", extra=(("schedule", "cosine"),)))
+    assert tables.density_falls_at_decay("hard_threshold", 1.5)(found) is None
