@@ -385,7 +385,7 @@ CLAIMS = (
         range_over_worlds(PAPER_MICRO, 1.0),
     ),
     Claim(
-        "So does union.",
+        "union converges to the same point for every number of workers.",
         *("gradsieve", "micro-scalability", "the best and the worst number of workers end at most a point apart"),
         range_over_worlds("union", 1.0),
     ),
