@@ -614,7 +614,7 @@ def filled(page: str) -> str:
     return MARK.sub(lambda mark: f"{mark[1]}\n{_table(mark['name'])}\n{mark[4]}", page)
 
 
-OF_CLAIMS = {
+OF_CLAIMS: Mapping[str, Callable[[], str]] = {
     "claims": claims_table,
     **{f"claims-on-{study}": partial(small_claims_table, study) for study in SMALL_STUDIES},
 }

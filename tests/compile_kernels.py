@@ -17,7 +17,7 @@ INTS |= {"messages", "chunk_sums", "chunk_entries", "support", "marks", "table",
 LONGS = {"starts", "sources", "looks", "last", "tile_places", "borders", "rungs", "counts", "gathered", "offsets"}
 LONGS |= {"learned", "following", "record", "rung_of", "ranks"}
 TYPES = dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(LONGS, "*i64")
-LOOK: dict[str, Any] = {"BY_IMPORTANCE": False, "NARROW": False, "TILES": 4, "ENTRIES": 128}
+LOOK: dict[str, Any] = {"BY_IMPORTANCE": False, "NARROW": False, "TILES": 4, "ENTRIES": 32, "WIDE": ladder.WIDE}
 
 
 def compile_kernel(kernel: Any, num_warps: int = 4, **constants: Any) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "pack",
     "pick",
     "sieve",
+    "uneven",
     "unpack",
     "write_back",
 ]
@@ -206,6 +207,14 @@ def awkward(*shape: int, seed: int = 0) -> Tensor:
     for number, value in enumerate(special):
         noise[choice == number] = value
     return noise.to(DEVICE)
+
+
+def uneven(place: Place) -> Tensor:
+    """A gradient of which one tile collects thousands of entries, the next some hundreds, and others few or none."""
+    gradient = awkward(place.rows, place.numel) / 32
+    gradient[:, 4097 + 33 :] *= 64
+    gradient[:, 4097 + 33 + 4096 :] /= 16
+    return gradient
 
 
 def assert_same_bits(one: Tensor, other: Tensor) -> None:

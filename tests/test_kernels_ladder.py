@@ -15,9 +15,10 @@ from torch import Tensor
 from gradsieve import control
 from gradsieve.fused import uploaded
 from gradsieve.kernels import reference
+from gradsieve.kernels.ladder import WIDE
 from gradsieve.kernels.tiling import Decision, Record
 from gradsieve.search import Goal
-from kernel_place import DEVICE, MARKS, Place, awkward, decide, group_shape
+from kernel_place import DEVICE, MARKS, Place, awkward, decide, group_shape, uneven
 
 pytestmark = MARKS
 
@@ -53,6 +54,18 @@ def fed(dtype: torch.dtype, *, group: tuple[int, int] = (4, 64), num_chunks: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_was_collected_is_counted_by_level(dtype: torch.dtype, group: tuple[int, int], num_chunks: int) -> None:
     place = fed(dtype, group=group, num_chunks=num_chunks)
+    place.count()
+    assert_counted(place, control.warm_ladder(place.last))
+
+
+@pytest.mark.parametrize("group", [(1, 128), (4, 32), (8, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_tile_is_counted_beside_short_ones(dtype: torch.dtype, group: tuple[int, int]) -> None:
+    place = Place(rows=2)
+    place.look([(0, place.numel), (3000, 8500)], group=group)
+    place.feed(uneven(place).to(dtype))
+    assert place.found.tile_counts.max() > group[1] + 3 * WIDE
+    assert place.found.tile_counts.min() < group[1]
     place.count()
     assert_counted(place, control.warm_ladder(place.last))
 

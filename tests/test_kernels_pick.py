@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsieve import control, kernels
 from gradsieve.fused import uploaded
-from kernel_place import DEVICE, MARKS, SIZES, Place, awkward, pick
+from kernel_place import DEVICE, MARKS, SIZES, Place, awkward, pick, uneven
 
 pytestmark = MARKS
 
@@ -93,6 +93,18 @@ def threshold_of(rungs: control.Bits, rung: int) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_out_of_what_was_collected_each_rank_picks_its_share(dtype: torch.dtype) -> None:
     place = looking(len(SHARES), len(SHARES), dtype)
+    threshold = threshold_of(control.warm_ladder(place.last), RUNG)
+    assert_picked(place, None, RUNG, threshold, SHARES)
+
+
+@pytest.mark.parametrize("group", [(1, 128), (4, 32), (8, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_of_a_long_tile_and_short_ones_each_rank_picks_its_share(
+    dtype: torch.dtype, group: tuple[int, int]
+) -> None:
+    place = Place(rows=len(SHARES))
+    place.look([(0, place.numel), (3000, 8500)] * 3 + [(4100, 8000)], group=group)
+    place.feed(uneven(place).to(dtype))
     threshold = threshold_of(control.warm_ladder(place.last), RUNG)
     assert_picked(place, None, RUNG, threshold, SHARES)
 

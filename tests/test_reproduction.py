@@ -82,7 +82,9 @@ def test_small_studies_judge_what_models_are_no_part_of(
     folder.mkdir(parents=True)
     for run in make_runs(tmp_path / "runs", [Plan(method) for method in (PAPER, "topk", "iwp", "hard_threshold")]):
         (folder / f"{run.folder.name}.json").write_text(digest_text(run))
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables.small_claims_table(study).splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in tables.small_claims_table(study).splitlines()[2:]
+    ]
     words = " ".join(row[0] for row in rows)
     assert "rises and falls with the norm" in words
     assert "With indices from one worker alone" in words

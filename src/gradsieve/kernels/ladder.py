@@ -1,6 +1,11 @@
 """Counting at the rungs of a ladder, and the choice of one, on the device.
 
 The plain twins are `reference.count_at_least` and `control.settle` with what surrounds it in `search`.
+
+[Note: long tiles]
+Gradients differ in size from layer to layer, so that most tiles collect few entries, many none, and some thousands. The
+first ones of several tiles are looked at side by side; what is left of a long tile by itself and in wide strides, or
+the whole kernel would wait for the few programs that have one.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ _GROWTH = tl.constexpr(ROOM_GROWTH)
 ELEMENTS = 256
 """Where the vector itself is looked at: entries at a time."""
 _ELEMENTS = tl.constexpr(ELEMENTS)
+WIDE = 512
+"""Collected entries of one tile at a time: see [Note: long tiles]."""
 GROUP = 128
 """Where collected entries are looked at: so many at a time, of several tiles side by side."""
 
@@ -94,6 +101,19 @@ def collected_levels(
 
 
 @triton.jit
+def further_levels(
+    tile, first, row, tile_counts, tile_places, num_tiles, starts, slots, acc, weights, margins, last,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, BY_IMPORTANCE: tl.constexpr,
+):  # fmt: skip
+    """The same of one tile by itself: see [Note: long tiles]."""
+    tiles = tile + tl.arange(0, 1)
+    numbers, places = collected_of(tiles, tiles == tile, row, tile_counts, tile_places, num_tiles)
+    return collected_levels(
+        first, numbers, places, tiles, starts, slots, acc, weights, margins, last, WIDE, NARROW, BY_IMPORTANCE
+    )
+
+
+@triton.jit
 def _by_rung(scores, rungs):
     """How many of the scores have each rung as their highest; those below all, and negative ones, are left out."""
     # how many rungs each reaches, by halves
@@ -105,11 +125,19 @@ def _by_rung(scores, rungs):
     return tl.histogram(tl.maximum(reached - 1, 0), _RUNGS, mask=(reached > 0) & (scores >= 0))
 
 
+@triton.jit
+def _by_level(level, table, NUM: tl.constexpr):
+    """The same of levels; negative ones are left out."""
+    level = tl.reshape(level, [NUM])
+    return tl.histogram(rung_of(level, table, level >= 0), _RUNGS, mask=level >= 0)
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def _count(
     acc, acc_row, starts, slots, looks, rungs, last, table, weights, margins, tile_counts, tile_places,
     num_tiles, chunk_counts, counts, num_chunks,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     low, high = chunk_of(looks, row, num_chunks, TILES)
@@ -132,24 +160,19 @@ def _count(
         for tile in range(low, high, TILES):
             tiles = tile + tl.arange(0, TILES)
             numbers, places = collected_of(tiles, tiles < high, row, tile_counts, tile_places, num_tiles)
-            for first in range(0, tl.max(numbers), ENTRIES):
-                _, level = collected_levels(
-                    first,
-                    numbers,
-                    places,
-                    tiles,
-                    starts,
-                    slots,
-                    acc,
-                    weights,
-                    margins,
-                    last,
-                    ENTRIES,
-                    NARROW,
-                    BY_IMPORTANCE,
-                )
-                level = tl.reshape(level, [TILES * ENTRIES])
-                reached += tl.histogram(rung_of(level, table, level >= 0), _RUNGS, mask=level >= 0)
+            first_levels = collected_levels(
+                0, numbers, places, tiles, starts, slots, acc, weights, margins, last,
+                ENTRIES, NARROW, BY_IMPORTANCE,
+            )[1]  # fmt: skip
+            reached += _by_level(first_levels, table, TILES * ENTRIES)
+            if tl.max(numbers) > ENTRIES:
+                for long in range(tile, tl.minimum(tile + TILES, high)):
+                    for first in range(ENTRIES, tl.load(tile_counts + row * num_tiles + long), WIDE):
+                        levels = further_levels(
+                            long, first, row, tile_counts, tile_places, num_tiles, starts, slots, acc, weights, margins,
+                            last, WIDE, NARROW, BY_IMPORTANCE,
+                        )[1]  # fmt: skip
+                        reached += _by_level(levels, table, WIDE)
     # from how many have each as their highest to how many reach it
     reached = tl.sum(reached) - tl.cumsum(reached) + reached
     column = tl.arange(0, _RUNGS)
@@ -186,6 +209,7 @@ def count(acc: Tensor, tiling: Tiles, sight: Sight, found: Found, decision: Deci
         NARROW=found.narrow,
         TILES=tiles,
         ENTRIES=entries,
+        WIDE=WIDE,
         num_warps=COUNT_WARPS,
     )
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from gradsieve.control import NUM_RUNGS
 from gradsieve.kernels.ladder import (
     ELEMENTS,
+    WIDE,
     chunk_of,
     collected_levels,
     collected_of,
+    further_levels,
     scores_of,
 )
 from gradsieve.kernels.tiling import HEAD, Decision, Found, Sight, Tiles
@@ -64,7 +66,7 @@ def _pick(
     acc, acc_row, starts, slots, looks, rungs, last, weights, margins, tile_counts, tile_places,
     num_tiles, chunk_counts, num_chunks, record, rung_of, picked, capacity, first_rank, world,
     ALL: tl.constexpr, BY_IMPORTANCE: tl.constexpr, NARROW: tl.constexpr, TILES: tl.constexpr, ENTRIES: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     low, high = chunk_of(looks, row, num_chunks, TILES)
@@ -101,27 +103,34 @@ def _pick(
             there = tiles < high
             numbers, places = collected_of(tiles, there, row, tile_counts, tile_places, num_tiles)
             flats = tl.load(starts + tiles, mask=there, other=0)
-            most = tl.max(numbers)
-            # nearly always these are all
+            is_long = tl.max(numbers) > ENTRIES
+            # nearly always these are all; if not: [Note: long tiles] in `ladder`
             offset, reached = collected_levels(
                 0, numbers, places, tiles, starts, slots, acc, weights, margins, last,
                 ENTRIES, NARROW, BY_IMPORTANCE,
             )  # fmt: skip
             passing = tl.sum((reached >= threshold).to(tl.int32), axis=1)
-            for first in range(ENTRIES, most, ENTRIES):
-                _, further = collected_levels(
-                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
-                    ENTRIES, NARROW, BY_IMPORTANCE,
-                )  # fmt: skip
-                passing += tl.sum((further >= threshold).to(tl.int32), axis=1)
+            if is_long:
+                for long in range(tile, tl.minimum(tile + TILES, high)):
+                    for first in range(ENTRIES, tl.load(tile_counts + row * num_tiles + long), WIDE):
+                        levels = further_levels(
+                            long, first, row, tile_counts, tile_places, num_tiles, starts, slots, acc, weights, margins,
+                            last, WIDE, NARROW, BY_IMPORTANCE,
+                        )[1]  # fmt: skip
+                        passing += tl.where(tiles == long, tl.sum((levels >= threshold).to(tl.int32)), 0)
             base = number + (tl.cumsum(passing) - passing)
             base += _put(picked, base, flats, offset, reached >= threshold, reaching, quota, length)
-            for first in range(ENTRIES, most, ENTRIES):
-                offset, reached = collected_levels(
-                    first, numbers, places, tiles, starts, slots, acc, weights, margins, last,
-                    ENTRIES, NARROW, BY_IMPORTANCE,
-                )  # fmt: skip
-                base += _put(picked, base, flats, offset, reached >= threshold, reaching, quota, length)
+            if is_long:
+                for long in range(tile, tl.minimum(tile + TILES, high)):
+                    own = long + tl.arange(0, 1)
+                    behind = tl.sum(tl.where(tiles == long, base, 0)) + own * 0
+                    for first in range(ENTRIES, tl.load(tile_counts + row * num_tiles + long), WIDE):
+                        offsets, levels = further_levels(
+                            long, first, row, tile_counts, tile_places, num_tiles, starts, slots, acc, weights, margins,
+                            last, WIDE, NARROW, BY_IMPORTANCE,
+                        )  # fmt: skip
+                        flat = tl.load(starts + own)
+                        behind += _put(picked, behind, flat, offsets, levels >= threshold, reaching, quota, length)
             number += tl.sum(passing)
 
 
@@ -168,6 +177,7 @@ def pick(
         NARROW=found.narrow,
         TILES=tiles,
         ENTRIES=entries,
+        WIDE=WIDE,
         CHUNKS=triton.next_power_of_2(decision.num_chunks),
         num_warps=PICK_WARPS,
     )

@@ -13,8 +13,8 @@ from gradsieve.kernels.tiling import TILE, Decision, Run, Sent, Tiles
 
 ENTRIES = 128
 """Entries of the support that a program handles."""
-WRITTEN = 128
-"""Entries that a program writes at a time: more than a tile nearly ever has."""
+WRITTEN = 512
+"""Entries that a program writes at a time, one a thread: some tiles have thousands."""
 WRITE_WARPS = 16
 
 
