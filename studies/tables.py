@@ -438,7 +438,7 @@ CLAIMS = (
         "frontier",
         "a run of union with no more bytes ends above each of theirs, wherever union was run with so few; obtained is "
         "by how much",
-        ahead_at_bytes("union", ("topk", "cltk", "micro", "exdyna")),
+        ahead_at_bytes("union", ("topk", "cltk", "micro", "exdyna", PAPER_MICRO, PAPER_EXDYNA)),
         ("short",),
     ),
     Claim(
