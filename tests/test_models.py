@@ -91,7 +91,9 @@ def test_every_model_is_tested() -> None:
         (models.resnet50, 23_520_842),
         (models.resnet152, 58_156_618),
         (models.googlenet, 6_166_250),
+        (lambda: models.googlenet(width=48), 392_738),
         (models.senet18, 11_260_354),
+        (lambda: models.senet18(width=16), 706_744),
         (models.alexnet, 23_272_266),
         (models.vgg16, 14_728_266),
         (models.mlp, 1_126_410),
@@ -202,6 +204,20 @@ def test_gpt_refuses_more_tokens_than_its_context() -> None:
     assert output(model, torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 50)
     with pytest.raises(ValueError, match="9 tokens are more than the context of 8"):
         model(torch.zeros(1, 9, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "allowed"),
+    [
+        (models.resnet18, 0, "at least 1"),
+        (models.senet18, 8, "at least 16"),
+        (models.googlenet, 0, "a multiple of 24"),
+        (models.googlenet, 100, "a multiple of 24"),
+    ],
+)
+def test_a_width_that_cannot_be_is_refused(make: Callable[..., nn.Module], width: int, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"width must be {allowed}.* not {width}"):
+        make(width=width)
 
 
 def test_gpt_refuses_heads_that_do_not_divide_its_width() -> None:

@@ -13,6 +13,22 @@ from torch import Tensor, nn
 
 from gradsieve.models.layers import activated, pooled_classifier
 
+STEM = 192
+STAGES = {
+    3: ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
+    4: (
+        (192, 96, 208, 16, 48, 64),
+        (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64),
+        (112, 144, 288, 32, 64, 64),
+        (256, 160, 320, 32, 128, 128),
+    ),
+    5: ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
+}
+"""Channels of each block's branches, in the order that `Inception` takes them."""
+SHARED = 8
+"""All of them are multiples of it."""
+
 _convolution = partial(activated, bias=True)
 
 
@@ -21,6 +37,7 @@ class Inception(nn.Module):
 
     def __init__(self, inputs: int, one: int, narrow3: int, three: int, narrow5: int, five: int, pooled: int) -> None:
         super().__init__()
+        self.channels = one + three + five + pooled
         self.one = _convolution(inputs, one, 1)
         self.three = nn.Sequential(_convolution(inputs, narrow3, 1), _convolution(narrow3, three))
         self.five = nn.Sequential(
@@ -32,34 +49,20 @@ class Inception(nn.Module):
         return torch.cat([self.one(images), self.three(images), self.five(images), self.pooled(images)], dim=1)
 
 
-def _halve() -> nn.MaxPool2d:
-    return nn.MaxPool2d(3, stride=2, padding=1)
-
-
-def googlenet(num_classes: int = 10) -> nn.Module:
-    stage3 = nn.Sequential(
-        Inception(192, 64, 96, 128, 16, 32, 32),
-        Inception(256, 128, 128, 192, 32, 96, 64),
-    )
-    stage4 = nn.Sequential(
-        Inception(480, 192, 96, 208, 16, 48, 64),
-        Inception(512, 160, 112, 224, 24, 64, 64),
-        Inception(512, 128, 128, 256, 24, 64, 64),
-        Inception(512, 112, 144, 288, 32, 64, 64),
-        Inception(528, 256, 160, 320, 32, 128, 128),
-    )
-    stage5 = nn.Sequential(
-        Inception(832, 256, 160, 320, 32, 128, 128),
-        Inception(832, 384, 192, 384, 48, 128, 128),
-    )
-    return nn.Sequential(
-        OrderedDict[str, nn.Module](
-            stem=_convolution(3, 192),
-            stage3=stage3,
-            halve3=_halve(),
-            stage4=stage4,
-            halve4=_halve(),
-            stage5=stage5,
-            classifier=pooled_classifier(1024, num_classes),
-        )
-    )
+def googlenet(num_classes: int = 10, width: int = STEM) -> nn.Module:
+    """`width` is that of the stem, and all others keep their proportion to it: 48 makes a network for a CPU."""
+    least = STEM // SHARED
+    if width < least or width % least:
+        raise ValueError(f"width must be a multiple of {least}, so that every branch has whole channels: not {width}")
+    parts: OrderedDict[str, nn.Module] = OrderedDict(stem=_convolution(3, width))
+    channels = width
+    for number, stage in STAGES.items():
+        blocks = []
+        for branches in stage:
+            blocks.append(Inception(channels, *(part * width // STEM for part in branches)))
+            channels = blocks[-1].channels
+        if number > min(STAGES):
+            parts[f"halve{number - 1}"] = nn.MaxPool2d(3, stride=2, padding=1)
+        parts[f"stage{number}"] = nn.Sequential(*blocks)
+    parts["classifier"] = pooled_classifier(channels, num_classes)
+    return nn.Sequential(parts)

@@ -42,6 +42,8 @@ def _bottleneck(inputs: int, outputs: int, stride: int) -> Residual:
 def _resnet(
     block: Callable[[int, int, int], Residual], expansion: int, depths: Sequence[int], num_classes: int, width: int = 64
 ) -> nn.Module:
+    if width < 1:
+        raise ValueError(f"width must be at least 1, not {width}")
     parts: OrderedDict[str, nn.Module] = OrderedDict(stem=activated(3, width))
     channels = width
     for number, (widening, depth) in enumerate(zip(WIDENING, depths, strict=True), start=1):
