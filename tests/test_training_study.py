@@ -29,7 +29,7 @@ from gradsieve.training.study import (
 
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.toml"))
 EPOCHS: dict[str, tuple[set[int], set[int]]] = {"phases": (set(), set()), "cifar10-narrow": ({4, 8}, {30})}
-"""Short and full form, where they are not the published 200 and 30 in proportion."""
+"""Of the short and the full form, where they are not 30 and 200."""
 SMALL: dict[str, Any] = {
     "title": "Small",
     "shows": "nothing much",
