@@ -15,7 +15,7 @@ from gradsieve.report.figures import EXHIBITS
 from synthetic_runs import HOSTILE, PERPLEXITY, Plan, comparison, make_runs, odd_plans
 
 SHORT = Plan(epochs=3, steps_per_epoch=4)
-TABLES = {"summary", "frontier", "runs", "configuration", "differences", "environment", "commands"}
+TABLES = {"summary", "frontier", "runs", "configuration", "differences", "environment", "commands", "claims"}
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 
 

@@ -68,6 +68,10 @@ class Digest(Run):
     def num_steps(self) -> int:
         return int(self.summary["steps"])
 
+    @property
+    def median_density_error(self) -> float:
+        return self.mean("sparsity/density_error")
+
     def mean(self, name: str) -> float:
         return _number(self.summary.get(name))
 

@@ -132,6 +132,11 @@ class Run:
         """That were done; a digest keeps fewer records than that."""
         return len(self.steps)
 
+    @property
+    def median_density_error(self) -> float:
+        """The median distance of the actual density from the asked one, relative to that; NaN if neither was told."""
+        return _density_error(self.steps)
+
     def mean(self, name: str) -> float:
         """Of a column of steps."""
         return finite_mean(self.series(name))
@@ -164,16 +169,16 @@ def _number(value: float | int | None) -> float:
 def summarise(steps: Sequence[Record], evaluations: Sequence[Record], steps_per_epoch: int) -> dict[str, float]:
     """The figures that a run comes to: the last evaluation, and means over the steps.
 
-    `sparsity/density_error` is the median distance of the actual density from the asked one, relative to that.
+    `sparsity/density_error` is `Run.median_density_error`.
     """
     summary: dict[str, float] = {"steps": len(steps)}
     for name in sorted({name for record in steps for name in record if "/" in name} - {"time/elapsed", "train/lr"}):
         values = [float(record[name] or 0) for record in steps if record.get(name) is not None]
         if values:
             summary[name] = sum(values) / len(values)
-    errors = [abs(ratio - 1) for ratio in map(_density_ratio, steps) if ratio is not None]
-    if errors:
-        summary["sparsity/density_error"] = float(np.median(errors))
+    error = _density_error(steps)
+    if not math.isnan(error):
+        summary["sparsity/density_error"] = error
     if steps:
         summary["train/loss"] = _number(steps[-1]["train/loss"])
         summary["time/elapsed"] = _number(steps[-1]["time/elapsed"])
@@ -182,6 +187,11 @@ def summarise(steps: Sequence[Record], evaluations: Sequence[Record], steps_per_
         if name.startswith("eval/"):
             summary[name] = _number(evaluations[-1][name])
     return summary
+
+
+def _density_error(steps: Sequence[Record]) -> float:
+    ratios = [ratio for ratio in map(_density_ratio, steps) if ratio is not None]
+    return float(np.median(np.abs(np.array(ratios) - 1))) if ratios else math.nan
 
 
 def _density_ratio(record: Record) -> float | None:

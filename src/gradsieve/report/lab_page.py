@@ -17,7 +17,7 @@ from gradsieve.report.colours import COMPUTE, EXCHANGE, SELECT, TEXT, Look, look
 from gradsieve.report.drawing import inline_svg, labels, new_figure, style, write_files
 from gradsieve.report.figures import Key, Looks, NothingToDrawError
 from gradsieve.report.labs import Lab, LabRow, break_even_table, findings, rate_text, read_labs, rows_table
-from gradsieve.report.page import Plate, Sheet, rendered, write_data, write_table
+from gradsieve.report.page import Plate, Sheet, part_links, rendered, write_data, write_table
 
 TITLE = "gradient exchange by bandwidth"
 HEIGHT, ROW_HEIGHT, PANEL_HEIGHT = 280, 21, 60
@@ -51,7 +51,10 @@ def write_lab_page(paths: Sequence[Path], output: Path, title: str | None = None
     all_looks = looks(row.series for lab in found for row in lab.rows)
     parts = [_part(lab, f"{place}-", all_looks, output) for place, lab in enumerate(found, start=1)]
     page = output / "index.html"
-    page.write_text(rendered("lab.html", title=title or TITLE, parts=parts, looks=all_looks), encoding="utf-8")
+    links = part_links(part.title for part in parts)
+    page.write_text(
+        rendered("lab.html", title=title or TITLE, parts=parts, links=links, looks=all_looks), encoding="utf-8"
+    )
     return page
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from gradsieve.report import tables, texts
+from gradsieve.report.claims import judged_claims
 from gradsieve.report.colours import Look, looks, style_sheet
 from gradsieve.report.drawing import figure_data, inline_svg, labels, style, write_files
 from gradsieve.report.figures import EXHIBITS, MOST_PANELS, Exhibit, Key, Looks, NothingToDrawError
@@ -50,6 +51,13 @@ class Sheet:
     """Does it go beside another?"""
 
 
+class Link(NamedTuple):
+    """To a place on the page."""
+
+    place: str
+    words: str
+
+
 @dataclass(frozen=True)
 class Rerun:
     """How to make a run again."""
@@ -81,9 +89,19 @@ def write_page(runs: Sequence[Run], output: Path, title: str) -> Path:
     all_looks = looks((run.method, run.density) for run in runs)
     names = [f"{place}-" if len(found) > 1 else "" for place in range(1, len(found) + 1)]
     parts = [_part(section, name, all_looks, output) for section, name in zip(found, names, strict=True)]
+    claims = _claims_sheet(runs, output / "tables")
     page = output / "index.html"
-    page.write_text(rendered("page.html", parts=parts, title=title, looks=all_looks), encoding="utf-8")
+    links = [
+        *part_links(part.section.title for part in parts),
+        *([Link("claims", "Claims")] if claims.table.rows else []),
+    ]
+    context = {"parts": parts, "links": links, "claims": claims, "looks": all_looks}
+    page.write_text(rendered("page.html", title=title, **context), encoding="utf-8")
     return page
+
+
+def part_links(titles: Iterable[str]) -> list[Link]:
+    return [Link(f"part-{place}", title) for place, title in enumerate(titles, start=1)]
 
 
 def _part(section: Section, name: str, all_looks: Looks, output: Path) -> Part:
@@ -164,6 +182,16 @@ def _sheets(section: Section, prefix: str, folder: Path) -> Iterator[Sheet]:
         yield Sheet(table.filled(), table.title, f"{prefix}{table.name}", narrow=narrow)
     commands = tables.commands_table(section)
     write_table(folder / f"{prefix}commands", commands, commands)
+
+
+def _claims_sheet(runs: Sequence[Run], folder: Path) -> Sheet:
+    table = judged_claims(runs)
+    write_table(folder / table.name, table, table)
+    note = (
+        "By the runs on this page; one setting that fails makes a claim not confirmed. Differences are in points, or "
+        "per cent where the measure is no percentage; ± is the standard deviation over seeds, of all that went in."
+    )
+    return Sheet(table, table.title, table.name, note)
 
 
 def write_table(stem: Path, full: Table, shown: Table) -> None:
