@@ -272,6 +272,19 @@ def test_figure_data_are_its_lines_and_bars(section: Section, draw: Drawn) -> No
     ]
 
 
+def test_bars_of_long_names_are_told_apart(draw: Drawn, small: Callable[..., Section]) -> None:
+    labels = ("micro(control='paper')", "union(warmup_steps=100, warmup_density=0.05)", "union, float8")
+    section = small(*(replace(SHORT, label=label, density=density) for label in labels for density in (0.01, 0.001)))
+    figure = draw(figures.time_by_phase, section)
+    (axes,) = figure.axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[:2] == ["micro at 0.01\n(control='paper')", "micro at 0.001\n(control='paper')"]
+    assert names[2] == "union at 0.01\n(warmup_steps=100,\nwarmup_density=0.05)"
+    assert len(set(names)) == 6
+    written = {series for _, series, _, _ in figure_data(figure)}
+    assert written == {f"{label} at {density:g}" for label in labels for density in (0.01, 0.001)}
+
+
 def test_drawing_leaves_no_trace(section: Section) -> None:
     before = dict(mpl.rcParams)
     with style():

@@ -131,9 +131,10 @@ def figure_data(figure: Figure) -> Iterator[tuple[str, str, float, float]]:
     """Panel, series, x and y: the points of named lines, and the lengths of bars by their places."""
     for axes in figure.axes:
         named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+        panel = axes.get_title(loc="left").replace("\n", " ")
         for line in named:
             points = np.column_stack([line.get_xdata(orig=False), line.get_ydata(orig=False)])
-            yield from ((axes.get_title(loc="left"), str(line.get_label()), float(x), float(y)) for x, y in points)
+            yield from ((panel, str(line.get_label()), float(x), float(y)) for x, y in points)
         for bars in axes.containers:
             if isinstance(bars, BarContainer):
                 yield from _bar_data(axes, bars)
@@ -142,7 +143,7 @@ def figure_data(figure: Figure) -> Iterator[tuple[str, str, float, float]]:
 def _bar_data(axes: Axes, bars: BarContainer) -> Iterator[tuple[str, str, float, float]]:
     part = str(bars.get_label()).removeprefix("_")
     for place, (name, bar) in enumerate(zip(axes.get_yticklabels(), bars, strict=True)):
-        yield part, name.get_text().replace("\n", " "), float(bar.get_width()), float(place)
+        yield part, str(name.get_label()) or name.get_text(), float(bar.get_width()), float(place)
 
 
 def _svg(figure: Figure, facecolor: str) -> str:

@@ -40,6 +40,8 @@ Looks: TypeAlias = Mapping[Series, Look]
 Draw: TypeAlias = Callable[[Section, Looks], Figure]
 
 HEIGHT = 280
+LINE = 14
+"""Of text."""
 MAGNIFIED_FROM = 0.6
 BAND = 0.14
 DASHED = (0, (4, 2.5))
@@ -251,10 +253,12 @@ def threshold_and_error(section: Section, looks: Looks) -> Figure:
     groups = groups[:MOST_PANELS]
     columns = min(2, len(groups))
     rows = -(-len(groups) // columns)
-    figure = new_figure(HEIGHT if rows == 1 else 60 + 104 * rows)
+    titles = [texts.wrapped(looks[group.series].name, 24) for group in groups]
+    figure = new_figure(HEIGHT if rows == 1 else 60 + (90 + LINE * _most_lines(titles)) * rows)
     panels = np.ravel(figure.subplots(rows, columns, squeeze=False, sharex=True))
-    for group, axes in zip(groups, panels, strict=False):
+    for group, title, axes in zip(groups, titles, panels, strict=False):
         _threshold_panel(axes, group, looks[group.series])
+        axes.set_title(title, color=looks[group.series].colour.light).set_gid(looks[group.series].gid)
     for axes in panels[len(groups) :]:
         axes.set_visible(False)
     for axes in panels[len(groups) - columns : len(groups)]:
@@ -276,8 +280,6 @@ def _threshold_panel(axes: Axes, group: Group, look: Look) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    title = axes.set_title(texts.shortened(look.name, 24), color=look.colour.light)
-    title.set_gid(look.gid)
 
 
 def imbalance_by_iteration(section: Section, looks: Looks) -> Figure:
@@ -432,15 +434,20 @@ def _single() -> tuple[Figure, Axes]:
 
 def _bars(groups: Sequence[Group], looks: Looks) -> tuple[Figure, Axes]:
     """Room for a bar a group, named at the left."""
-    figure = new_figure(max(HEIGHT, 56 + 27 * len(groups)))
+    names = [texts.wrapped(looks[group.series].name, 20) for group in groups]
+    figure = new_figure(max(HEIGHT, 56 + max(27, LINE * _most_lines(names)) * len(groups)))
     axes = figure.subplots()
-    names = [looks[group.series].name for group in groups]
-    axes.set_yticks(range(len(groups)), [texts.wrapped(name, 20) for name in names], color=TEXT.light)
+    axes.set_yticks(range(len(groups)), names, color=TEXT.light)
     for group, label in zip(groups, axes.get_yticklabels(), strict=True):
         label.set_gid(looks[group.series].gid)
+        label.set_label(looks[group.series].name)
     axes.set_ylim(len(groups) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     return figure, axes
+
+
+def _most_lines(names: Iterable[str]) -> int:
+    return max(name.count("\n") + 1 for name in names)
 
 
 def _note(axes: Axes, x: float, y: float, words: str, look: Look) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 
 ABSENT = "\N{EN DASH}"
 """Stands for a number that there is not."""
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+MOST_LINES = 3
+"""Of a label's options."""
+_LABEL = re.compile(r"([^(,]*?)([(,].*?)?( at [\d.e-]+)?")
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -110,12 +115,23 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(label: str, width: int) -> str:
-    """A long label in two lines, its options on the second.
+    """A long label in lines: its method and density, which tells it from others, and its options below.
 
-    >>> wrapped("micro(control='paper')", 20)
-    "micro\\n(control='paper')"
+    >>> wrapped("micro(control='paper') at 0.001", 20)
+    "micro at 0.001\\n(control='paper')"
+    >>> wrapped("union, float8 at 0.01", 20)
+    'union at 0.01\\nfloat8'
+    >>> wrapped("hard_threshold at 0.001", 20)
+    'hard_threshold\\nat 0.001'
     """
-    base, bracket, options = printable(label).partition("(")
-    if not bracket or len(base + bracket + options) <= width:
-        return shortened(label, width)
-    return f"{shortened(base, width)}\n{shortened(bracket + options, width)}"
+    line = printable(label)
+    if len(line) <= width:
+        return line
+    parts = _LABEL.fullmatch(line)
+    assert parts is not None  # whatever has one line
+    method, options, density = (part or "" for part in parts.groups())
+    first = [method + density] if len(method + density) <= width else [shortened(method, width), density.strip()]
+    further = textwrap.wrap(
+        options.removeprefix(", "), width, max_lines=MOST_LINES, placeholder=" …", break_on_hyphens=False
+    )
+    return "\n".join(filter(None, [*first, *further]))
