@@ -22,6 +22,7 @@ from gradsieve.criterion import (
     Stages,
     Stepped,
     Stepping,
+    shared_draw,
 )
 from gradsieve.region import RotatingSlices
 from gradsieve.score import joined
@@ -76,6 +77,15 @@ class TestSharedRandom:
         shared = [len(one & other) for place, one in enumerate(draws) for other in draws[:place]]
         # a tenth of a tenth, give or take six standard deviations
         assert all(abs(number - 100) < 60 for number in shared)
+
+    def test_ranks_of_one_process_draw_once_and_none_changes_what_another_drew(self) -> None:
+        before = shared_draw.cache_info().misses
+        picked = pick(SharedRandom(), torch.zeros(8, 1000), Moment(8, 1000, target=10, index=123_456))
+        assert shared_draw.cache_info().misses == before + 1
+        first, second, *_ = (own.indices for own in picked.proposals)
+        assert isinstance(first, Tensor) and isinstance(second, Tensor)
+        first += 1
+        assert second.tolist() == picked.indices[1]
 
     def test_over_the_steps_every_entry_gets_its_turn_equally_often(self) -> None:
         numel, target, steps = 50, 5, 2000

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -75,10 +77,14 @@ class SharedRandom(Criterion):
 
     async def pick(self, state: Any, view: View, collectives: Collectives) -> Proposal:
         step = view.step
-        draw = np.random.default_rng((step.seed, step.index))
-        drawn = np.sort(draw.choice(step.numel, step.target, replace=False, shuffle=False))
-        indices = torch.from_numpy(drawn).to(view.acc.device)
-        return Proposal(indices, (step.target,) * step.world)
+        indices = shared_draw(step.numel, step.target, (step.seed, step.index))
+        return Proposal(torch.tensor(indices, device=view.acc.device), (step.target,) * step.world)
+
+
+@lru_cache(maxsize=1)  # of a step, for all ranks that one process simulates
+def shared_draw(numel: int, target: int, seed: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """So many entries, in ascending order."""
+    return np.sort(np.random.default_rng(seed).choice(numel, target, replace=False, shuffle=False))
 
 
 @dataclass(frozen=True)
