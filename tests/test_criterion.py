@@ -83,7 +83,8 @@ class TestSharedRandom:
         picked = pick(SharedRandom(), torch.zeros(8, 1000), Moment(8, 1000, target=10, index=123_456))
         assert shared_draw.cache_info().misses == before + 1
         first, second, *_ = (own.indices for own in picked.proposals)
-        assert isinstance(first, Tensor) and isinstance(second, Tensor)
+        assert isinstance(first, Tensor)
+        assert isinstance(second, Tensor)
         first += 1
         assert second.tolist() == picked.indices[1]
 
