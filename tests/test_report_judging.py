@@ -120,6 +120,11 @@ def test_a_lead_counts_at_no_more_bytes(made: Made) -> None:
     assert judging.ahead_at_bytes("topk", ["union"])(found) is None
 
 
+def test_a_lead_counts_with_as_many_workers(made: Made) -> None:
+    found = made(Plan("union", world=4), Plan("topk", world=8))
+    assert judging.ahead_at_bytes("union", ["topk"])(found) is None
+
+
 def test_what_diverged_is_not_confirmed(made: Made) -> None:
     found = made(Plan("dense", 1.0), Plan("micro", nan_from=40))
     outcome = told(judging.measure_to("micro", "dense", -100.0), found)

@@ -277,10 +277,11 @@ def mean_relative_to(label: str, other: str, name: str, most: float) -> Judge:
 
 
 def ahead_at_bytes(label: str, others: Sequence[str]) -> Judge:
-    """How much better a method ends than each run of the others, where it was run with no more bytes than that one."""
+    """How much better a method ends than each run of the others, where as many workers of it took no more bytes."""
 
     def lead(section: Section, other: Group) -> Estimate:
-        affordable = [g for g in section.groups if g.label == label and g.link_bytes <= other.link_bytes]
+        rivals = [group for group in section.groups if group.label == label and group.world == other.world]
+        affordable = [group for group in rivals if group.link_bytes <= other.link_bytes]
         gains = [_gain(section, group, other) for group in affordable]
         return max((gain for gain in gains if not math.isnan(gain.mean)), default=UNKNOWN)
 
