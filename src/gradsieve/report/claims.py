@@ -217,15 +217,6 @@ CLAIMS = (
         ("short",),
     ),
     Claim(
-        "Nor do micro and exdyna where they look ahead as union does.",
-        "gradsieve",
-        "frontier",
-        "a run of union with no more bytes ends above each of theirs, wherever union was run with so few; obtained is "
-        "by how much",
-        ahead_at_bytes("union", ("micro(ahead=1.0)", "exdyna(ahead=1.0)")),
-        ("short",),
-    ),
-    Claim(
         "Where ranks look ahead, sparse training ends near dense training.",
         "gradsieve",
         "micro-cifar10",
